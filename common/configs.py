@@ -1,0 +1,281 @@
+"""A drafter's config.json: read strictly, both spellings, one frozen object out (`docs/formats.md`)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspine.common.errors import CheckpointError
+from dspine.common.masks import FULL, SLIDING, MaskRule, mask_rule
+
+METHODS = ("dflash", "dspine")
+_ARCHITECTURES = {"DFlashDraftModel": "dflash", "DSpineDraftModel": "dspine"}
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Half-split rotary embedding over the full head, from the drafter's OWN card. `kind`: default, linear or yarn."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class DSpineConfig:
+    """The `dspine_config` dictionary (SpecForge form). Training keys are kept, so that a card round-trips."""
+
+    transfer_rank: int = 1024
+    message_size: int = 512
+    top_k: int = 16
+    ce_weight: float = 0.1
+    alignment_weight: float = 0.5
+    alignment_warmup_steps: int = 146
+    replacement_layers: int = 3
+    replacement_probability: float = 0.5
+    replacement_hold_ratio: float = 1 / 6
+    replacement_end_ratio: float = 1 / 3
+    candidate_mass_threshold: float = 1e-4
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """One drafter. `block_size` counts the anchor row, so a block holds `block_size - 1` proposals."""
+
+    method: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    max_position_embeddings: int
+    block_size: int
+    mask_token_id: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    rope: RopeConfig
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    attention_bias: bool = False
+    target_hidden_size: int | None = None
+    dspine: DSpineConfig | None = None
+    quantization: dict[str, int] | None = None
+
+    @property
+    def num_proposals(self) -> int:
+        return self.block_size - 1
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
+
+    def mask_rules(self) -> tuple[MaskRule, ...]:
+        """The visibility rule of every layer."""
+        return tuple(mask_rule(self.method, kind, self.is_causal, self.sliding_window) for kind in self.layer_types)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder as a dictionary; a one-line error where it is missing or damaged."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no config.json there; expected a model folder with config.json and safetensors")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def load_drafter_config(folder: Path) -> DrafterConfig:
+    """Read and validate a drafter's card."""
+    return parse_drafter_config(read_config(folder), where=str(Path(folder) / "config.json"))
+
+
+def parse_drafter_config(data: dict[str, Any], where: str = "config") -> DrafterConfig:
+    """A card in any of the known spellings -> `DrafterConfig`; contradictions and gaps are errors that name the field."""
+    if isinstance(data.get("config"), dict):  # the two-file reference form nests everything under `config`
+        data = data["config"]
+    card = _Card(data, where)
+    method = _method(card)
+    num_layers = card.integer("num_hidden_layers", 1)
+    heads = card.integer("num_attention_heads", 1)
+    hidden = card.integer("hidden_size", 1)
+    num_target_layers = card.integer("num_target_layers", 1, value=card.either("num_target_layers"))
+    config = DrafterConfig(
+        method=method,
+        hidden_size=hidden,
+        intermediate_size=card.integer("intermediate_size", 1),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=card.integer("num_key_value_heads", 1, value=data.get("num_key_value_heads", heads)),
+        head_dim=card.integer("head_dim", 2, value=data.get("head_dim") or hidden // heads),
+        rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+        vocab_size=card.integer("vocab_size", 2),
+        max_position_embeddings=card.integer("max_position_embeddings", 1, value=data.get("max_position_embeddings", 32768)),
+        block_size=card.integer("block_size", 2, value=card.either("block_size")),
+        mask_token_id=card.integer("mask_token_id", 0, value=card.either("mask_token_id")),
+        num_target_layers=num_target_layers,
+        target_layer_ids=_target_layer_ids(card, num_layers, num_target_layers),
+        rope=_rope(card),
+        layer_types=_layer_types(card, num_layers),
+        sliding_window=data.get("sliding_window"),
+        is_causal=data.get("is_causal"),
+        attention_bias=bool(data.get("attention_bias", False)),
+        target_hidden_size=data.get("target_hidden_size"),
+        dspine=_dspine(card, hidden) if method == "dspine" else None,
+        quantization=data.get("quantization"),
+    )
+    _validate(config, where, str(data.get("hidden_act", "silu")))
+    return config
+
+
+class _Card:
+    """A config dictionary together with the place it came from, for errors."""
+
+    def __init__(self, data: dict[str, Any], where: str) -> None:
+        self.data, self.where = data, where
+        self.nested = data.get("dflash_config") or {}
+        if not isinstance(self.nested, dict):
+            raise self.error(f"dflash_config must be an object, got {type(self.nested).__name__}")
+
+    def error(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {text}")
+
+    def either(self, key: str) -> Any:
+        """A key that may sit at the top or inside `dflash_config`; both and different is an error."""
+        top, nested = self.data.get(key, _MISSING), self.nested.get(key, _MISSING)
+        if top is not _MISSING and nested is not _MISSING and top != nested:
+            raise self.error(f"{key} is {top!r} at the top level but {nested!r} in dflash_config; make them equal or drop one")
+        return nested if top is _MISSING else top
+
+    def integer(self, key: str, low: int, *, value: Any = _MISSING) -> int:
+        value = self.data.get(key, _MISSING) if value is _MISSING else value
+        if value is _MISSING or value is None:
+            raise self.error(f"{key} is missing (looked at the top level and in dflash_config)")
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.error(f"{key} must be an integer of at least {low}, got {value!r}")
+        return value
+
+
+def _method(card: _Card) -> str:
+    names = card.data.get("architectures") or ["DFlashDraftModel"]
+    name = names[0] if isinstance(names, list) and names else names
+    method = _ARCHITECTURES.get(str(name))
+    if method is None:
+        known = ", ".join(_ARCHITECTURES)
+        raise card.error(f"architecture {name!r} is not a drafter this version runs; known: {known}")
+    if card.nested.get("projector_type") not in (None, "dflash"):
+        raise card.error(f"projector_type {card.nested['projector_type']!r} is not supported; known: DFlash and DSpine drafters")
+    marked = "dspine_config" in card.data or "selected_prefix_code_bridge" in card.nested
+    if marked and method == "dflash":
+        method = "dspine"
+    if method == "dflash" and any(card.nested.get(key) for key in ("conv_kernel_size", "selector_rank")):
+        raise card.error("this is a DFlash2 card (conv_kernel_size/selector_rank); known: DFlash and DSpine drafters")
+    return method
+
+
+def _target_layer_ids(card: _Card, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    ids = card.either("target_layer_ids")
+    if ids is _MISSING or ids is None:
+        if num_layers == 1:
+            return (num_target_layers // 2,)
+        return tuple(int(round(1 + i * (num_target_layers - 4) / (num_layers - 1))) for i in range(num_layers))
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise card.error(f"target_layer_ids must be a non-empty list of integers, got {ids!r}")
+    wrong = [i for i in ids if not 0 <= i < num_target_layers]
+    if wrong:
+        raise card.error(f"target_layer_ids {wrong} out of range: the target has layers 0..{num_target_layers - 1}")
+    return tuple(ids)
+
+
+def _rope(card: _Card) -> RopeConfig:
+    scaling, parameters = card.data.get("rope_scaling") or {}, card.data.get("rope_parameters") or {}
+    thetas = [holder["rope_theta"] for holder in (card.data, parameters) if holder.get("rope_theta") is not None]
+    if not thetas:
+        raise card.error("rope_theta is missing (looked at the top level and in rope_parameters)")
+    if any(float(theta) != float(thetas[0]) for theta in thetas):
+        raise card.error(f"rope_theta is {thetas[0]!r} at the top level but {thetas[1]!r} in rope_parameters; drop one")
+    kinds = {str(h.get("rope_type") or h.get("type") or "default") for h in (scaling, parameters) if h}
+    if len(kinds) > 1:
+        raise card.error(f"rope_scaling and rope_parameters name different rope types: {', '.join(sorted(kinds))}")
+    kind = kinds.pop() if kinds else "default"
+    if kind not in ("default", "linear", "yarn"):
+        raise card.error(f"rope type {kind!r} is unknown; known: default, linear, yarn")
+    if kind == "default":
+        return RopeConfig(theta=float(thetas[0]))
+    merged = {**scaling, **parameters}
+    if merged.get("factor") is None:
+        raise card.error(f"rope type {kind!r} needs a factor")
+    original = merged.get("original_max_position_embeddings") or card.data.get("max_position_embeddings")
+    return RopeConfig(
+        theta=float(thetas[0]),
+        kind=kind,
+        factor=float(merged["factor"]),
+        original_max_position=original,
+        beta_fast=float(merged.get("beta_fast") or 32.0),
+        beta_slow=float(merged.get("beta_slow") or 1.0),
+        attention_factor=merged.get("attention_factor"),
+        mscale=merged.get("mscale"),
+        mscale_all_dim=merged.get("mscale_all_dim"),
+        truncate=bool(merged.get("truncate", True)),
+    )
+
+
+def _layer_types(card: _Card, num_layers: int) -> tuple[str, ...]:
+    types = card.data.get("layer_types")
+    if types is None:
+        return (FULL,) * num_layers
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {FULL, SLIDING}:
+        raise card.error(f"layer_types must list {num_layers} of {FULL!r}/{SLIDING!r}, got {types!r}")
+    window = card.data.get("sliding_window")
+    if SLIDING in types and (not isinstance(window, int) or window < 1):
+        raise card.error(f"sliding_window must be a positive integer where layer_types has {SLIDING!r}, got {window!r}")
+    return tuple(types)
+
+
+def _dspine(card: _Card, hidden: int) -> DSpineConfig:
+    values = card.data.get("dspine_config")
+    if values is None:
+        raise card.error(
+            "marked as DSpine (selected_prefix_code_bridge) but without dspine_config: the official tensor layout is not "
+            f"published; dflash_config holds {sorted(card.nested)}. Convert it to the SpecForge form first"
+        )
+    unknown = sorted(set(values) - set(DSpineConfig.__dataclass_fields__))
+    if unknown:
+        raise card.error(f"dspine_config has unknown keys {unknown}; known: {sorted(DSpineConfig.__dataclass_fields__)}")
+    config = DSpineConfig(**values)
+    if not 1 <= config.transfer_rank <= hidden:
+        raise card.error(f"dspine_config.transfer_rank must be 1..{hidden} (hidden_size), got {config.transfer_rank}")
+    if config.top_k < 1 or config.message_size < 1:
+        raise card.error(f"dspine_config needs top_k and message_size of at least 1, got {config.top_k} and {config.message_size}")
+    return config
+
+
+def _validate(config: DrafterConfig, where: str, activation: str) -> None:
+    problems = [
+        (config.num_heads % config.num_kv_heads == 0, f"{config.num_heads} heads do not divide into {config.num_kv_heads} K/V heads"),
+        (config.head_dim % 2 == 0, f"head_dim must be even for rotary embedding, got {config.head_dim}"),
+        (config.mask_token_id < config.vocab_size, f"mask_token_id {config.mask_token_id} is not below vocab_size {config.vocab_size}"),
+        (activation == "silu", f"hidden_act must be 'silu', got {activation!r}"),
+        (config.is_causal in (None, True, False), f"is_causal must be true or false, got {config.is_causal!r}"),
+        (not (config.method == "dspine" and config.is_causal is False), "a DSpine drafter is block-causal; is_causal is false"),
+    ]
+    for ok, text in problems:
+        if not ok:
+            raise CheckpointError(f"{where}: {text}")

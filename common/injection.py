@@ -1,0 +1,64 @@
+"""Adjacent causal injection after every drafter layer (`algorithms` 1; article "逐层门控注入").
+
+    g_t = sigmoid(G_q z_t + G_p z_{t-1} + b),  m_t = A z_{t-1},  h_t = u_t + RMS(u_t) W_l (g_t * m_t),  t >= 1
+
+All messages of a layer come from features read BEFORE injection, so they are computed at once. Row 0, the anchor, is
+never written to; it only sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dspine.common.arrays import array_namespace, astype, at_least_float32
+from dspine.common.registry import operation
+from dspine.common.transfer_space import read_prediction
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class InjectionWeights:
+    """One layer's view: readout [r, H], write [H, a]; shared: message, receiver_gate, predecessor_gate [a, r], bias [a]."""
+
+    readout: Array
+    write: Array
+    message: Array
+    receiver_gate: Array
+    predecessor_gate: Array
+    bias: Array
+
+
+@operation
+def injection_gate(receiver: Array, predecessor: Array, weights: InjectionWeights) -> Array:
+    """g * m: receiver z_t and predecessor z_{t-1} [..., r] -> [..., a]."""
+    xp = array_namespace(receiver, predecessor)
+    gate = xp.matmul(receiver, weights.receiver_gate.T) + xp.matmul(predecessor, weights.predecessor_gate.T) + weights.bias
+    gate = 1 / (1 + xp.exp(-gate))
+    return gate * xp.matmul(predecessor, weights.message.T)
+
+
+@operation
+def injection_write(hidden: Array, gated: Array, write: Array) -> Array:
+    """h = u + RMS(u) W (g * m): `hidden` u [..., H], `gated` [..., a], `write` [H, a]. RMS in float32, no epsilon."""
+    xp = array_namespace(hidden, gated)
+    wide = at_least_float32(hidden)
+    rms = astype(xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True)), hidden.dtype)
+    return hidden + rms * xp.matmul(gated, write.T)
+
+
+def inject(hidden: Array, anchor_code: Array, weights: InjectionWeights, predecessor: Array | None = None) -> Array:
+    """One layer's injection over a block.
+
+    hidden: u [..., 1+M, H] with the anchor at row 0; anchor_code: sqrt(r) C_x0 [..., r]. `predecessor` [..., M, r]
+    replaces what rows 1..M receive (training's correct-predecessor curriculum); by default row 1 hears the anchor's
+    known-token code and row t the prediction of row t-1. Returns h [..., 1+M, H].
+    """
+    xp = array_namespace(hidden, anchor_code)
+    z = read_prediction(hidden[..., 1:, :], weights.readout)
+    if predecessor is None:
+        anchor = astype(xp.expand_dims(anchor_code, axis=-2), hidden.dtype)
+        predecessor = xp.concat([anchor, z[..., :-1, :]], axis=-2)
+    written = injection_write(hidden[..., 1:, :], injection_gate(z, predecessor, weights), weights.write)
+    return xp.concat([hidden[..., :1, :], written], axis=-2)

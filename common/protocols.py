@@ -1,0 +1,207 @@
+"""What a backend must offer, with shapes. The loop (`decoding.py`), the command line and the server know runtimes only
+through these protocols.
+
+Letters: B batch, T tokens, w verified input tokens (the anchor included), M proposals, K candidates a position,
+H hidden size, V vocabulary, F feature width (taps x H). `Array` is an array of the runtime's own library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """Facts of a loaded target model."""
+
+    name: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+    device: str
+    adapter: str  # which decoder runs it, and why: queryable, never silent
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """How a draft is to be made: `temperature` 0 is greedy; else `uniforms` float32 [B, M] drive the sampled walk."""
+
+    temperature: float = 0.0
+    uniforms: Array | None = None
+    signals: bool = False  # top-1 probability and entropy over the vocabulary, for length policies that read them
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One block of drafts, all arrays on the device.
+
+    tokens int [B, M]; finite bool [B]: every draft logit was finite. candidates int [B, M, K] and q float32 [B, M, K]:
+    the distribution each token was DRAWN from (renormalised over the candidates; None for greedy drafts, which are
+    point masses). confidence float32 [B, M], entropy float32 [B, M] (nats): only where asked for.
+    """
+
+    tokens: Array
+    finite: Array
+    candidates: Array | None = None
+    q: Array | None = None
+    confidence: Array | None = None
+    entropy: Array | None = None
+
+
+@dataclass(frozen=True)
+class StageZero:
+    """What `begin` leaves for `finish`: the router's picks of layer 0 (int [B, u, k]; None on dense targets)."""
+
+    tokens: Array  # int [B, u]
+    resume: Any
+    router_picks: Array | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Outputs of the first w tokens: logits float32 [B, w, V]; features [B, w, F] (None without taps)."""
+
+    logits: Array
+    features: Array | None
+    factors: Any = None  # what `commit` needs to rebuild the accepted state (compact factors); None on dense targets
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """logits float32 [B, V] after the last prompt token; features [B, T, F] of every prompt token (None without taps)."""
+
+    logits: Array
+    features: Array | None
+
+
+@runtime_checkable
+class ArrayOps(Protocol):
+    """Between host and device: the only reads of the loop go through here."""
+
+    def to_device(self, array: Any) -> Array: ...
+
+    def to_host(self, *arrays: Array) -> tuple[Any, ...]:
+        """NumPy copies of the arrays, after ONE synchronisation."""
+        ...
+
+
+@runtime_checkable
+class Target(Protocol):
+    """A target model. Caches are explicit objects, so one loaded target serves any number of sequences."""
+
+    info: TargetInfo
+    arrays: ArrayOps
+
+    def bind_features(self, layer_ids: Sequence[int]) -> None:
+        """Capture the OUTPUT of these 0-based decoder layers (raw residual stream), concatenated in this order."""
+        ...
+
+    def embed(self, tokens: Array) -> Array:
+        """int [B, T] -> [B, T, H], the target's embedding scale applied."""
+        ...
+
+    def head(self, hidden: Array) -> Array:
+        """Final-normed [..., H] -> logits float32 [..., V] (scale and softcap applied)."""
+        ...
+
+    def head_rows(self, ids: Array) -> Array:
+        """LM-head rows of `ids` int [...] -> [..., H]."""
+        ...
+
+    def head_weight(self) -> Any:
+        """LM head as float32 NumPy [V, H] (dequantised), for building a transfer space."""
+        ...
+
+    def make_cache(self, capacity: int) -> Any:
+        """Empty cache for up to `capacity` tokens (committed plus one block)."""
+        ...
+
+    def prefill(self, cache: Any, tokens: Array, *, chunk: int) -> Prefill: ...
+
+    def begin(self, cache: Any, tokens: Array) -> StageZero: ...
+
+    def finish(self, cache: Any, stage: StageZero, w: int) -> Verification: ...
+
+    def commit(self, cache: Any, verification: Verification, m: int) -> None:
+        """Keep the first `m` input tokens of the verified block; drop the rest from every layer."""
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A drafter bound to one target (it reads the target's embedding and LM head)."""
+
+    config: Any
+    info: dict[str, Any]
+
+    def make_cache(self, capacity: int) -> Any: ...
+
+    def commit(self, cache: Any, features: Array) -> None:
+        """Append context features [B, T, F] of newly committed tokens: project once, cache K/V of every layer."""
+        ...
+
+    def propose(self, cache: Any, anchor: Array, request: DraftRequest) -> Proposal:
+        """anchor int [B] at position = number of committed tokens. Block K/V are dropped; the cache is unchanged."""
+        ...
+
+
+class LengthPolicy(Protocol):
+    """How many tokens to verify. Lengths are Python ints here; device-side policies come with the graphs."""
+
+    name: str
+    needs_signals: bool
+    reads_draft_tokens: bool  # true: breaks the rejection rule, refused in that combination
+
+    def nominal(self, proposal: Proposal, limit: int) -> int:
+        """Tokens to verify, anchor included: 1..limit."""
+        ...
+
+    def stage_zero_length(self, nominal: int, limit: int) -> int: ...
+
+    def correct(self, stage: StageZero, nominal: int, limit: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a runtime can run here: `reason` says why (not), `devices` what it offers, `install` the way to get it."""
+
+    ok: bool
+    reason: str
+    devices: tuple[str, ...] = ()
+    install: str = ""
+
+
+class Runtime(Protocol):
+    """A runtime as the entry-point group `dspine.runtimes` names it."""
+
+    name: str
+
+    def availability(self) -> Availability: ...
+
+    def load_target(self, folder: Path, *, device: str, dtype: str) -> Target: ...
+
+    def load_drafter(self, folder: Path, target: Target) -> Drafter: ...
+
+
+@dataclass
+class Engine:
+    """A loaded pair, ready to generate: what `load` of either runtime returns."""
+
+    target: Target
+    drafter: Drafter | None
+    tokenizer: Any
+    runtime: str
+    backend_reason: str
+    model: str
+    draft_model: str | None
+    notes: list[str] = field(default_factory=list)

@@ -1,0 +1,1 @@
+"""Length policies: how many tokens to verify."""

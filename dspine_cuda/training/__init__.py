@@ -1,0 +1,1 @@
+"""Training of drafters (`algorithms` 1): data, losses, schedules, loop."""

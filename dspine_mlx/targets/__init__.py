@@ -1,0 +1,1 @@
+"""Target adapters over the modules that `mlx_lm.load` returns."""
