@@ -48,17 +48,25 @@ def injection_write(hidden: Array, gated: Array, write: Array) -> Array:
     return hidden + rms * xp.matmul(gated, write.T)
 
 
-def inject(hidden: Array, anchor_code: Array, weights: InjectionWeights, predecessor: Array | None = None) -> Array:
+def inject(
+    hidden: Array,
+    anchor_code: Array,
+    weights: InjectionWeights,
+    replacement: tuple[Array, Array] | None = None,
+) -> Array:
     """One layer's injection over a block.
 
-    hidden: u [..., 1+M, H] with the anchor at row 0; anchor_code: sqrt(r) C_x0 [..., r]. `predecessor` [..., M, r]
-    replaces what rows 1..M receive (training's correct-predecessor curriculum); by default row 1 hears the anchor's
-    known-token code and row t the prediction of row t-1. Returns h [..., 1+M, H].
+    hidden: u [..., 1+M, H] with the anchor at row 0; anchor_code: sqrt(r) C_x0 [..., r]. Row 1 hears the anchor's
+    known-token code, row t the prediction of row t-1. `replacement` (training's correct-predecessor curriculum): bool
+    mask broadcasting against [..., M, r], and the codes [..., M, r] that replace what the masked rows hear.
+    Returns h [..., 1+M, H].
     """
     xp = array_namespace(hidden, anchor_code)
     z = read_prediction(hidden[..., 1:, :], weights.readout)
-    if predecessor is None:
-        anchor = astype(xp.expand_dims(anchor_code, axis=-2), hidden.dtype)
-        predecessor = xp.concat([anchor, z[..., :-1, :]], axis=-2)
+    anchor = astype(xp.expand_dims(anchor_code, axis=-2), hidden.dtype)
+    predecessor = xp.concat([anchor, z[..., :-1, :]], axis=-2)
+    if replacement is not None:
+        mask, codes = replacement
+        predecessor = xp.where(mask, astype(codes, hidden.dtype), predecessor)
     written = injection_write(hidden[..., 1:, :], injection_gate(z, predecessor, weights), weights.write)
     return xp.concat([hidden[..., :1, :], written], axis=-2)

@@ -1,0 +1,232 @@
+"""Drafter tensors: which names and shapes a config asks for, strict reading, MLX's affine quantisation undone.
+
+Reading goes through NumPy, so both runtimes see the very same float32 values of one file (bfloat16 widens exactly).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspine.common.configs import DrafterConfig
+from dspine.common.errors import CheckpointError
+from dspine.common.transfer_space import TransferBasis, transfer_codes
+
+_DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32,
+    "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8, "BOOL": np.bool_,
+}  # fmt: skip
+_ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+CODES, READY = "transfer_codes", "transfer_ready"
+BASIS = ("transfer_eigenvectors", "transfer_eigenvalues", "transfer_mean")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+def read_header(path: Path) -> dict[str, _Entry]:
+    """Names, dtypes, shapes and places of a safetensors file; a damaged or cut file is one clear error."""
+    try:
+        total = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(total - 8, 100_000_000):
+                raise ValueError(f"header of {length} bytes in a file of {total}")
+            header = json.loads(file.read(length))
+        entries = {}
+        for name, item in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = item["data_offsets"]
+            if item["dtype"] not in _DTYPES:
+                raise ValueError(f"{name} has dtype {item['dtype']}")
+            wanted = int(np.prod(item["shape"], dtype=np.int64)) * np.dtype(_DTYPES[item["dtype"]]).itemsize
+            if end - start != wanted or 8 + length + end > total:
+                raise ValueError(f"{name} needs bytes {start}..{end}, the file holds {total - 8 - length}")
+            entries[name] = _Entry(path, item["dtype"], tuple(item["shape"]), 8 + length + start, end - start)
+    except (OSError, struct.error, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: missing or damaged safetensors file ({error}); fetch it again") from error
+    return entries
+
+
+def _read(entry: _Entry) -> np.ndarray:
+    raw = np.fromfile(entry.path, dtype=np.uint8, count=entry.size, offset=entry.offset)
+    array = raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+    if entry.dtype == "BF16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array
+
+
+def dequantize_affine(packed: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int, group_size: int) -> np.ndarray:
+    """MLX's affine form: `packed` uint32 [out, in*bits/32], low bits first; w = scale * q + bias per group of the input."""
+    if 32 % bits:
+        raise CheckpointError(f"quantization bits must divide 32 (2, 4, 8), got {bits}")
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    values = (packed[..., None] >> shifts) & np.uint32(2**bits - 1)
+    grouped = values.reshape(*packed.shape[:-1], -1, group_size).astype(np.float32)
+    return (grouped * scales[..., None] + biases[..., None]).reshape(*packed.shape[:-1], -1)
+
+
+def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every trained tensor (the transfer space is apart). Source: `docs/formats.md`."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * head, config.num_kv_heads * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, config.feature_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(config.num_layers):
+        attention, mlp = f"layers.{i}.self_attn.", f"layers.{i}.mlp."
+        shapes |= {
+            f"layers.{i}.input_layernorm.weight": (hidden,),
+            f"layers.{i}.post_attention_layernorm.weight": (hidden,),
+            attention + "q_proj.weight": (queries, hidden),
+            attention + "k_proj.weight": (keys, hidden),
+            attention + "v_proj.weight": (keys, hidden),
+            attention + "o_proj.weight": (hidden, queries),
+            attention + "q_norm.weight": (head,),
+            attention + "k_norm.weight": (head,),
+            mlp + "gate_proj.weight": (inner, hidden),
+            mlp + "up_proj.weight": (inner, hidden),
+            mlp + "down_proj.weight": (hidden, inner),
+        }
+        if config.attention_bias:
+            sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+            shapes |= {f"{attention}{name}.bias": (size,) for name, size in sizes.items()}
+    if config.dspine is not None:
+        rank, message = config.dspine.transfer_rank, config.dspine.message_size
+        for i in range(config.num_layers):
+            shapes[f"injection.readouts.{i}.weight"] = (rank, hidden)
+            shapes[f"injection.writes.{i}.weight"] = (hidden, message)
+        for name in ("message", "receiver_gate", "predecessor_gate"):
+            shapes[f"injection.{name}.weight"] = (message, rank)
+        shapes["injection.bias"] = (message,)
+    return shapes
+
+
+class DraftTensors:
+    """The tensors of one drafter folder, checked against its config. `read` gives float32; every tensor must be read."""
+
+    def __init__(self, folder: Path, config: DrafterConfig) -> None:
+        self.folder, self.config = Path(folder), config
+        self._entries = _gather_entries(self.folder)
+        self._unread = set(expected_tensors(config))
+        self._check_names()
+
+    def _check_names(self) -> None:
+        quantized = {name[: -len(".scales")] for name in self._entries if name.endswith(".scales")}
+        parts = {f"{name}.{part}" for name in quantized for part in ("scales", "biases")}
+        found = set(self._entries) - parts - {CODES, READY, *BASIS}
+        expected = expected_tensors(self.config)
+        missing, extra = sorted(set(expected) - found), sorted(found - set(expected))
+        if missing or extra:
+            kind = _kind_hint(self.config, found)
+            raise CheckpointError(
+                f"{self.folder}: tensors do not fit a {self.config.method} drafter{kind}; missing: {_names(missing)}; "
+                f"unexpected: {_names(extra)}"
+            )
+        transfer = {CODES, READY, *BASIS} & set(self._entries)
+        if self.config.method == "dflash" and transfer:
+            raise CheckpointError(f"{self.folder}: a dflash card, but the file holds {_names(sorted(transfer))}; is it a DSpine drafter?")
+        if self.config.method == "dspine" and CODES not in transfer and not set(BASIS) <= transfer:
+            raise CheckpointError(
+                f"{self.folder}: no transfer space; expected {CODES}, or {', '.join(BASIS)} (readouts fit one exact basis, so it "
+                "cannot be derived again from the target)"
+            )
+        for name, shape in expected.items():
+            got = self._entries[name].shape
+            if self._is_quantized(name):
+                self._check_quantized(name, shape)
+            elif got != shape:
+                raise CheckpointError(f"{self.folder}: {name} has shape {list(got)}, the config asks for {list(shape)}")
+
+    def _is_quantized(self, name: str) -> bool:
+        return name.removesuffix(".weight") + ".scales" in self._entries
+
+    def _check_quantized(self, name: str, shape: tuple[int, ...]) -> None:
+        if self.config.quantization is None:
+            raise CheckpointError(f"{self.folder}: {name} is quantised, but config.json has no `quantization`")
+        bits, packed = int(self.config.quantization["bits"]), self._entries[name].shape
+        if packed != (shape[0], shape[1] * bits // 32):
+            raise CheckpointError(f"{self.folder}: {name} packs {list(packed)} words, expected {[shape[0], shape[1] * bits // 32]} at {bits} bits")
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32, dequantised."""
+        self._unread.discard(name)
+        array = _read(self._entries[name])
+        if self._is_quantized(name):
+            stem, form = name.removesuffix(".weight"), self.config.quantization or {}
+            scales, biases = (_read(self._entries[f"{stem}.{part}"]).astype(np.float32) for part in ("scales", "biases"))
+            return dequantize_affine(array, scales, biases, int(form["bits"]), int(form["group_size"]))
+        return array.astype(np.float32)
+
+    def transfer_codes(self, head_weight: np.ndarray) -> np.ndarray:
+        """C float32 [V, r]: stored, or made from the stored basis and the target's LM head [V, H]."""
+        rank, vocab = self.config.dspine.transfer_rank, self.config.vocab_size  # type: ignore[union-attr]
+        if CODES in self._entries:
+            codes = _read(self._entries[CODES]).astype(np.float32)
+        else:
+            vectors, values, mean = (_read(self._entries[name]).astype(np.float64) for name in BASIS)
+            codes = transfer_codes(head_weight.astype(np.float64), TransferBasis(vectors, values, mean)).astype(np.float32)
+        if codes.shape != (vocab, rank):
+            raise CheckpointError(f"{self.folder}: {CODES} has shape {list(codes.shape)}, the config asks for {[vocab, rank]}")
+        return codes
+
+    def finish(self) -> None:
+        """Raise if a tensor was loaded by nobody (a tensor that is allocated but not used costs acceptance silently)."""
+        if self._unread:
+            raise CheckpointError(f"{self.folder}: tensors never used: {_names(sorted(self._unread))}")
+
+
+def _gather_entries(folder: Path) -> dict[str, _Entry]:
+    files = sorted(path for path in folder.glob("*.safetensors") if path.name != "transfer.safetensors")
+    if not files:
+        raise CheckpointError(f"{folder}: no safetensors file there; expected model.safetensors")
+    entries: dict[str, _Entry] = {}
+    for path in files:
+        for name, entry in read_header(path).items():
+            name = name.removeprefix("model.")
+            entries[_ALIASES.get(name, name)] = entry
+    transfer = folder / "transfer.safetensors"
+    if transfer.is_file():
+        entries |= {CODES if name == "codes" else name: entry for name, entry in read_header(transfer).items()}
+    return entries
+
+
+def _kind_hint(config: DrafterConfig, found: set[str]) -> str:
+    has_injection = any(name.startswith("injection.") for name in found)
+    if config.method == "dflash" and has_injection:
+        return " (the file is a DSpine drafter; its config must carry dspine_config)"
+    if config.method == "dspine" and not has_injection:
+        return " (the file is a plain DFlash drafter; drop dspine_config and use architecture DFlashDraftModel)"
+    return ""
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names) if names else "none"
+
+
+def check_pair(config: DrafterConfig, info: Any, where: str) -> None:
+    """Refuse a drafter that was trained for another target. `info` is the target's `TargetInfo`."""
+    facts = [
+        ("hidden size", config.target_hidden_size or config.hidden_size, info.hidden_size),
+        ("vocabulary", config.vocab_size, info.vocab_size),
+        ("number of target layers", config.num_target_layers, info.num_layers),
+    ]
+    for name, draft, target in facts:
+        if draft != target:
+            raise CheckpointError(f"{where}: drafter made for another target: its {name} is {draft}, {info.name} has {target}")
+    if config.target_hidden_size not in (None, config.hidden_size):
+        raise CheckpointError(f"{where}: hidden size {config.hidden_size} differs from the target's {info.hidden_size}; they share one LM head")
