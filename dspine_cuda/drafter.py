@@ -1,0 +1,313 @@
+"""DSpine and DFlash drafters in torch: one module for training and inference (`algorithms` 1, `docs/formats.md`).
+
+Names of modules are the checkpoint's. A block is [B, N, R, H]: B sequences, N blocks a sequence (1 in inference), R =
+block_size rows, the anchor first. Attention is handed in, because only the caller knows where context K/V live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspine.common.checkpoints import DraftTensors, check_pair, expected_tensors
+from dspine.common.configs import DrafterConfig, load_drafter_config
+from dspine.common.errors import DSpineError
+from dspine.common.injection import InjectionWeights, inject
+from dspine.common.protocols import DraftRequest, Proposal
+from dspine.common.rope import rope_tables
+from dspine.common.transfer_space import known_token
+from dspine.common.transition import path_walk, path_walk_sampled, refine, transition_scores
+from dspine_cuda.draft_cache import DraftCache
+from dspine_cuda.draft_ops import draft_signals, sample_independent
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+INDEPENDENT_CANDIDATES = 16  # DFlash at temperature > 0 draws each position within its own top 16
+
+
+class RMSNorm(nn.Module):
+    """weight * x / rms(x); statistics in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class DraftAttention(nn.Module):
+    """Projections of one layer; q and k are normalised per head, then rotated."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        hidden, head, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head
+        self.q_proj = nn.Linear(hidden, self.heads * head, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * head, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * head, bias=bias)
+        self.o_proj = nn.Linear(self.heads * head, hidden, bias=bias)
+        self.q_norm = RMSNorm(head, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head, config.rms_norm_eps)
+
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, T, H] -> rotated [B, heads, T, hd]; cos/sin [B or 1, T, hd]."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
+        return rotate(q.transpose(1, 2), cos, sin)
+
+    def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, H] -> rotated keys and values [B, kv_heads, T, hd]; x is a normed layer input or the context c."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        return rotate(k.transpose(1, 2), cos, sin), v.transpose(1, 2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split rotary embedding: x [B, heads, T, hd], cos/sin [B or 1, T, hd]."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One pre-norm layer over block rows."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+
+
+class Injection(nn.Module):
+    """Parameters of the transfer space's readouts and of the gated write-back."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        assert config.dspine is not None
+        rank, message, hidden = config.dspine.transfer_rank, config.dspine.message_size, config.hidden_size
+        self.readouts = nn.ModuleList(nn.Linear(hidden, rank, bias=False) for _ in range(config.num_layers))
+        self.writes = nn.ModuleList(nn.Linear(message, hidden, bias=False) for _ in range(config.num_layers))
+        self.message = nn.Linear(rank, message, bias=False)
+        self.receiver_gate = nn.Linear(rank, message, bias=False)
+        self.predecessor_gate = nn.Linear(rank, message, bias=False)
+        self.bias = nn.Parameter(torch.zeros(message))
+
+    def layer(self, index: int) -> InjectionWeights:
+        """The weights of one layer as the core's functions take them."""
+        return InjectionWeights(
+            readout=self.readouts[index].weight,
+            write=self.writes[index].weight,
+            message=self.message.weight,
+            receiver_gate=self.receiver_gate.weight,
+            predecessor_gate=self.predecessor_gate.weight,
+            bias=self.bias,
+        )
+
+
+@dataclass(frozen=True)
+class BlockStates:
+    """hidden: norm(h_L); pre_injection: u_L of the last layer; layers: h_l of every layer where asked for; all [B, N, R, H]."""
+
+    hidden: Tensor
+    pre_injection: Tensor
+    layers: list[Tensor]
+
+
+class DrafterModel(nn.Module):
+    """The drafter's own weights; embedding and LM head are the target's and are handed in."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.injection = Injection(config) if config.dspine is not None else None
+        codes = torch.zeros(0) if config.dspine is None else torch.zeros(config.vocab_size, config.dspine.transfer_rank)
+        self.register_buffer("transfer_codes", codes, persistent=False)
+        self._rope: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def context(self, features: Tensor) -> Tensor:
+        """c = hidden_norm(fc(f)): [B, T, F] -> [B, T, H]; the same for every layer."""
+        return self.hidden_norm(self.fc(features))
+
+    def rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, >= length, hd] in the dtype and on the device of the weights; grown in steps of 1,024."""
+        like = self.fc.weight
+        size = -(-length // 1024) * 1024
+        key = (size, like.dtype, like.device)
+        if key not in self._rope:
+            cos, sin = rope_tables(self.config.rope, self.config.head_dim, size)
+            self._rope = {key: tuple(torch.from_numpy(t).to(like.device, like.dtype).unsqueeze(0) for t in (cos, sin))}  # type: ignore[dict-item]
+        return self._rope[key]
+
+    def forward_block(
+        self,
+        embeddings: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        anchor_code: Tensor | None = None,
+        replacement: tuple[Tensor, Tensor] | None = None,
+        collect: bool = False,
+    ) -> BlockStates:
+        """All layers over the blocks.
+
+        embeddings [B, N, R, H] of [anchor, mask, ...]; cos/sin [B or 1, N*R, hd] at the rows' absolute positions;
+        `attend(layer, q, k, v)` gets q [B, heads, N*R, hd] and the block's own k, v [B, kv_heads, N*R, hd], returns
+        [B, heads, N*R, hd]; anchor_code sqrt(r) C_x0 [B, N, r] (DSpine); replacement (mask [B, N, 1, 1], codes
+        [B, N, M, r]) acts in layers below `replacement_layers`.
+        """
+        h = embeddings
+        pre, collected = h, []
+        for index, layer in enumerate(self.layers):
+            rows = h.flatten(1, 2)
+            normed = layer.input_layernorm(rows)
+            query = layer.self_attn.query(normed, cos, sin)
+            key, value = layer.self_attn.key_value(normed, cos, sin)
+            mixed = attend(index, query, key, value).transpose(1, 2).flatten(-2)
+            rows = rows + layer.self_attn.o_proj(mixed)
+            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
+            pre = h = rows.view_as(h)
+            if self.injection is not None:
+                replaced = replacement if index < self.config.dspine.replacement_layers else None  # type: ignore[union-attr]
+                h = inject(pre, anchor_code, self.injection.layer(index), replaced)
+            if collect:
+                collected.append(h)
+        return BlockStates(self.norm(h), pre, collected)
+
+    def refine(self, pre_injection: Tensor, predecessor_code: Tensor) -> Tensor:
+        """norm(write(u_L; predecessor code)) of rows 1..M: [..., H], [..., r] -> [..., H]."""
+        assert self.injection is not None
+        return refine(pre_injection, predecessor_code, self.injection.layer(self.config.num_layers - 1), self.norm)
+
+
+class TorchDrafter:
+    """`protocols.Drafter` on torch: a `DrafterModel` bound to a target's embedding and LM head."""
+
+    def __init__(self, model: DrafterModel, target: Any, info: dict[str, Any]) -> None:
+        self.model, self.target, self.info = model.eval(), target, info
+        self.config = model.config
+        self.rules = self.config.mask_rules()
+        rows = self.config.block_size
+        offsets = torch.arange(rows, device=model.fc.weight.device)
+        self._block_masks = [rule.block(offsets[:, None], offsets[None, :]) for rule in self.rules]
+        self._mask_row = torch.full((1, rows - 1), self.config.mask_token_id, device=offsets.device)
+
+    def make_cache(self, capacity: int) -> DraftCache:
+        """Context K/V for up to `capacity` tokens, and room for one block behind them."""
+        return DraftCache(self.config, capacity, self.model.fc.weight.dtype, self.model.fc.weight.device)
+
+    @torch.inference_mode()
+    def commit(self, cache: DraftCache, features: Tensor) -> None:
+        """Append context K/V of newly committed tokens; features [B, T, F]."""
+        context = self.model.context(features.to(self.model.fc.weight.dtype))
+        start, stop = cache.length, cache.length + features.shape[1]
+        cos, sin = self.model.rope(stop)
+        for index, layer in enumerate(self.model.layers):
+            key, value = layer.self_attn.key_value(context, cos[:, start:stop], sin[:, start:stop])
+            cache.write(index, start, key, value)
+        cache.advance(features.shape[1])
+
+    @torch.inference_mode()
+    def propose(self, cache: DraftCache, anchor: Tensor, request: DraftRequest) -> Proposal:
+        """anchor int [B] at position `cache.length`; see `protocols.Drafter.propose`."""
+        states, code = self._run(cache, anchor)
+        logits = self.target.head(states.hidden[:, 0, 1:])
+        finite = torch.isfinite(logits).flatten(1).all(dim=1)
+        confidence, entropy = draft_signals(logits) if request.signals else (None, None)
+        if self.model.injection is None:
+            return self._independent(logits, finite, confidence, entropy, request)
+        candidates = torch.topk(logits, self.config.dspine.top_k, dim=-1).indices  # type: ignore[union-attr]
+        scores = self.transition(states.pre_injection[:, 0, 1:], code, candidates)
+        if request.temperature == 0.0:
+            return Proposal(path_walk(scores, candidates), finite, None, None, confidence, entropy)
+        tokens, q = path_walk_sampled(scores, candidates, request.uniforms, request.temperature)
+        return Proposal(tokens, finite, candidates, q, confidence, entropy)
+
+    def transition(self, pre_injection: Tensor, anchor_code: Tensor, candidates: Tensor) -> Tensor:
+        """The transition cache: u_L of rows 1..M [B, M, H], sqrt(r) C_x0 [B, r], candidates [B, M, K] -> [B, M, K, K]."""
+        assert self.model.injection is not None
+        codes = known_token(self.model.transfer_codes, candidates[:, :-1])
+        first = anchor_code[:, None, None, :].expand(-1, 1, candidates.shape[-1], -1)
+        weights = self.model.injection.layer(self.config.num_layers - 1)
+        rows = self.target.head_rows(candidates)
+        return transition_scores(pre_injection, torch.cat([first, codes], dim=1), rows, weights, self.model.norm)
+
+    def _run(self, cache: DraftCache, anchor: Tensor) -> tuple[BlockStates, Tensor | None]:
+        ids = torch.cat([anchor[:, None], self._mask_row.expand(anchor.shape[0], -1)], dim=1)
+        embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype).unsqueeze(1)
+        start, stop = cache.length, cache.length + self.config.block_size
+        cos, sin = self.model.rope(stop)
+        code = None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
+
+        def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            cache.write(index, start, key, value)  # behind the context; overwritten by the next commit
+            keys, values = cache.read(index, stop)
+            mask = self._mask(index, start)
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+        block_code = None if code is None else code[:, None]
+        states = self.model.forward_block(embeddings, cos[:, start:stop], sin[:, start:stop], attend, block_code)
+        return states, code
+
+    def _mask(self, index: int, start: int) -> Tensor | None:
+        """Bool [R, start + R], True = visible; None where every key is."""
+        rule, block = self.rules[index], self._block_masks[index]
+        if rule.window is None and rule.sees_whole_block:
+            return None
+        rows = self.config.block_size
+        offsets = torch.arange(rows, device=block.device)[:, None]
+        context = rule.context(offsets, start, torch.arange(start, device=block.device)[None, :])
+        return torch.cat([context.expand(rows, -1), block], dim=1)
+
+    def _independent(
+        self, logits: Tensor, finite: Tensor, confidence: Tensor | None, entropy: Tensor | None, request: DraftRequest
+    ) -> Proposal:
+        if request.temperature == 0.0:
+            return Proposal(logits.argmax(dim=-1), finite, None, None, confidence, entropy)
+        count = min(INDEPENDENT_CANDIDATES, logits.shape[-1])
+        tokens, candidates, q = sample_independent(logits, request.uniforms, request.temperature, count)
+        return Proposal(tokens, finite, candidates, q, confidence, entropy)
+
+
+def load_drafter(folder: Path, target: Any) -> TorchDrafter:
+    """Read a drafter folder strictly and bind it to `target`; runs in the target's dtype (bfloat16 or float32)."""
+    config = load_drafter_config(folder)
+    check_pair(config, target.info, str(folder))
+    dtype, device = getattr(torch, target.info.dtype), torch.device(target.info.device)
+    if dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise DSpineError(f"drafters run in bfloat16 or float32, not {target.info.dtype}: their residual overflows float16")
+    with torch.device("meta"):
+        model = DrafterModel(config)
+    tensors = DraftTensors(Path(folder), config)
+    state = {name: torch.from_numpy(tensors.read(name)).to(device, dtype) for name in expected_tensors(config)}
+    model.load_state_dict(state, strict=True, assign=True)
+    codes = torch.zeros(0) if config.dspine is None else torch.from_numpy(tensors.transfer_codes(target.head_weight()))
+    model.transfer_codes = codes.to(device, dtype)
+    tensors.finish()
+    model.requires_grad_(False)
+    target.bind_features(config.target_layer_ids)
+    return TorchDrafter(model, target, {"method": config.method, "block_size": config.block_size, "folder": str(folder)})

@@ -1,0 +1,48 @@
+"""Golden cases: arrays that the authors' public reference code made (`tests/goldens/README.md`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
+TOLERANCE = 2e-5  # |a - b| <= TOLERANCE * max(1, max|b|), as the goldens' README asks
+
+WEIGHTS_OF = {"dspine_sliding": "dspine", "dspine_loss": "dspine", "dflash_sliding": "dflash", "dflash_sliding_noncausal": "dflash"}
+
+
+def golden_arrays(case: str) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDENS / case / "io.npz"))
+
+
+def golden_target(case: str) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDENS / WEIGHTS_OF.get(case, case) / "target.npz"))
+
+
+def golden_folder(case: str, tmp_path: Path, **changes: object) -> Path:
+    """A checkpoint folder of the case (config and weights together), with `changes` to its config; None drops a key."""
+    folder = tmp_path / f"{case}-checkpoint"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(GOLDENS / WEIGHTS_OF.get(case, case) / "model.safetensors", folder / "model.safetensors")
+    config = json.loads((GOLDENS / case / "config.json").read_text())
+    for key, value in changes.items():
+        if value is None:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def assert_golden(got: object, want: np.ndarray, name: str) -> None:
+    got = np.asarray(got)
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, golden {want.shape}"
+    if want.dtype.kind in "iub":
+        np.testing.assert_array_equal(got, want, err_msg=name)
+        return
+    limit = TOLERANCE * max(1.0, float(np.abs(want).max()))
+    error = float(np.abs(got.astype(np.float64) - want).max())
+    assert error <= limit, f"{name}: error {error:.2e} above {limit:.2e}"
