@@ -1,0 +1,149 @@
+"""`load`, `stream_generate` and `generate`: the Python API that both runtimes offer with one signature.
+
+The blocking call drains the generator; there is no second loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from dspine.common.decoding import DecodingParams, TokenEvent, decode, resolve_acceptance
+from dspine.common.errors import DSpineError
+from dspine.common.models import resolve_draft, resolve_model
+from dspine.common.protocols import Engine, Runtime
+from dspine.common.sampling import SamplingParams
+from dspine.common.selection.policies import parse_policy
+from dspine.common.statistics import Statistics
+from dspine.common.tokenizer import Detokenizer, encode_prompt, load_tokenizer, stop_token_ids
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class GenerationStep:
+    """One token as it leaves the loop. `text` is what it adds to the printed text (empty inside a multi-token character);
+    `drafted`: proposed by the drafter and accepted, else the target's own; `stats` is live."""
+
+    text: str
+    token: int
+    drafted: bool
+    finish_reason: str | None
+    stats: Statistics
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Everything after the prompt. `token_ids` includes the stop token, `text` does not show special tokens."""
+
+    text: str
+    token_ids: list[int]
+    drafted: list[bool]
+    finish_reason: str
+    acceptance: str
+    policy: str
+    stats: Statistics
+
+
+def load(
+    runtime: Runtime,
+    model: str = "smollm2",
+    draft_model: str | None = "auto",
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    backend_reason: str = "asked for",
+) -> Engine:
+    """Load a target and its drafter on one runtime.
+
+    model: `smollm2`, a folder, or a hub id. draft_model: `auto` (the known pair, a note where there is none), None (plain
+    decoding), a folder or a hub id. A drafter that was named and does not load is an error, never a silent fallback.
+    """
+    folder = resolve_model(model)
+    notes: list[str] = []
+    draft_folder = None
+    if draft_model is not None:
+        draft_folder = resolve_draft(draft_model, model)
+        if draft_folder is None:
+            notes.append(f"no drafter is known for {model}: decoding plainly (name one with --draft-model)")
+    target = runtime.load_target(folder, device=device, dtype=dtype)
+    drafter = runtime.load_drafter(draft_folder, target) if draft_folder is not None else None
+    return Engine(
+        target=target,
+        drafter=drafter,
+        tokenizer=load_tokenizer(folder),
+        runtime=runtime.name,
+        backend_reason=backend_reason,
+        model=model,
+        draft_model=str(draft_folder) if draft_folder is not None else None,
+        notes=notes,
+    )
+
+
+def stream_generate(
+    engine: Engine,
+    prompt: Prompt,
+    *,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    system_prompt: str | None = None,
+    raw: bool = False,
+    ignore_eos: bool = False,
+    acceptance: str = "auto",
+    policy: Any = "full",
+    draft: bool = True,
+    request: int = 0,
+    prefill_chunk: int = 512,
+    break_even: float = 1.1,
+) -> Iterator[GenerationStep]:
+    """Yield one step per token. Everything is checked before the first token is asked for.
+
+    prompt: text (wrapped in the chat template, with `system_prompt`, unless `raw`), chat messages, or token ids.
+    `draft=False` decodes this request plainly. Sampling parameters: `SamplingParams`; acceptance and policy: `decoding`.
+    """
+    sampling = SamplingParams(
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed
+    )  # fmt: skip
+    ids = encode_prompt(engine.tokenizer, prompt, system_prompt=system_prompt, raw=raw, limit=engine.target.info.context_length)
+    stop_ids = frozenset() if ignore_eos else stop_token_ids(engine.tokenizer, engine.target.info.eos_token_ids)
+    params = DecodingParams(max_tokens, sampling, acceptance, stop_ids, request, prefill_chunk, break_even)
+    drafter = engine.drafter if draft else None
+    events = decode(engine.target, drafter, ids, params, parse_policy(policy))
+    return _with_text(events, Detokenizer(engine.tokenizer))
+
+
+def _with_text(events: Iterator[TokenEvent], detokenizer: Detokenizer) -> Iterator[GenerationStep]:
+    with closing(events):  # type: ignore[type-var]
+        for event in events:
+            text = detokenizer.add(event.token)
+            if event.finish_reason is not None:
+                text += detokenizer.flush()
+            yield GenerationStep(text, event.token, event.drafted, event.finish_reason, event.stats)
+
+
+def generate(engine: Engine, prompt: Prompt, **options: Any) -> GenerationResult:
+    """Drain `stream_generate` (same options) and return everything at once."""
+    steps = list(stream_generate(engine, prompt, **options))
+    if not steps or steps[-1].finish_reason is None:
+        raise DSpineError("generation ended without a finish reason")
+    sampling = SamplingParams(temperature=options.get("temperature", 0.0))
+    policy = parse_policy(options.get("policy", "full"))
+    drafter = engine.drafter if options.get("draft", True) else None
+    return GenerationResult(
+        text="".join(step.text for step in steps),
+        token_ids=[step.token for step in steps],
+        drafted=[step.drafted for step in steps],
+        finish_reason=steps[-1].finish_reason,
+        acceptance=resolve_acceptance(options.get("acceptance", "auto"), sampling, drafter, policy),
+        policy=policy.name,
+        stats=steps[-1].stats,
+    )
