@@ -1,0 +1,29 @@
+"""Between host and device: the one place where the MLX runtime reads an array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+
+class MlxArrays:
+    """`ArrayOps` of MLX. Holds no arrays and no stream, so one object serves every thread."""
+
+    def to_device(self, array: Any) -> mx.array:
+        """NumPy array, list or number -> MLX array of the same dtype; an MLX array as it is."""
+        return array if isinstance(array, mx.array) else mx.array(np.asarray(array))
+
+    def to_host(self, *arrays: mx.array) -> tuple[np.ndarray, ...]:
+        """NumPy copies after ONE evaluation (bfloat16 widens to float32, which NumPy has)."""
+        wide = [array.astype(mx.float32) if array.dtype == mx.bfloat16 else array for array in arrays]
+        mx.eval(*wide)
+        return tuple(np.array(array) for array in wide)
+
+
+def device_name(array: mx.array | None = None) -> str:
+    """`metal`, `cuda` or `cpu`: where MLX runs by default in this very call (read now, never at import)."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"

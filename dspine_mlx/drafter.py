@@ -1,0 +1,312 @@
+"""DSpine and DFlash drafters in MLX (`algorithms` 1, `docs/formats.md`).
+
+Names of modules are the checkpoint's. A block is [B, R, H]: R = block_size rows, the anchor first. Attention is handed
+in, because only the caller knows where context K/V live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from dspine.common.arrays import top_k
+from dspine.common.checkpoints import DraftTensors, check_pair, expected_tensors
+from dspine.common.configs import DrafterConfig, load_drafter_config
+from dspine.common.errors import DSpineError
+from dspine.common.injection import InjectionWeights, inject
+from dspine.common.protocols import DraftRequest, Proposal
+from dspine.common.rope import rope_tables
+from dspine.common.transfer_space import known_token
+from dspine.common.transition import path_walk, path_walk_sampled, refine, transition_scores
+from dspine_mlx import ops
+from dspine_mlx.draft_cache import DraftCache
+from dspine_mlx.draft_ops import draft_signals, sample_independent
+
+Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
+Mask = mx.array | str | None
+INDEPENDENT_CANDIDATES = 16  # DFlash at temperature > 0 draws each position within its own top 16
+
+
+class DraftAttention(nn.Module):
+    """Projections of one layer; q and k are normalised per head, then rotated."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        hidden, head, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head
+        self.q_proj = nn.Linear(hidden, self.heads * head, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * head, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * head, bias=bias)
+        self.o_proj = nn.Linear(self.heads * head, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(head, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head, config.rms_norm_eps)
+
+    def query(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+        """[B, T, H] -> rotated [B, heads, T, hd]; cos/sin [T, hd]."""
+        q = self.q_norm(mx.unflatten(self.q_proj(x), -1, (self.heads, self.head_dim)))
+        return rotate(mx.swapaxes(q, 1, 2), cos, sin)
+
+    def key_value(self, x: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
+        """[B, T, H] -> rotated keys and values [B, kv_heads, T, hd]; x is a normed layer input or the context c."""
+        k = self.k_norm(mx.unflatten(self.k_proj(x), -1, (self.kv_heads, self.head_dim)))
+        v = mx.unflatten(self.v_proj(x), -1, (self.kv_heads, self.head_dim))
+        return rotate(mx.swapaxes(k, 1, 2), cos, sin), mx.swapaxes(v, 1, 2)
+
+
+def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Half-split rotary embedding: x [B, heads, T, hd], cos/sin float32 [T, hd]; computed in float32, returned as x."""
+    half = x.shape[-1] // 2
+    turned = mx.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+    return (x * cos + turned * sin).astype(x.dtype)
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One pre-norm layer over block rows."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+
+
+class Injection(nn.Module):
+    """Parameters of the transfer space's readouts and of the gated write-back."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        assert config.dspine is not None
+        rank, message, hidden = config.dspine.transfer_rank, config.dspine.message_size, config.hidden_size
+        self.readouts = [nn.Linear(hidden, rank, bias=False) for _ in range(config.num_layers)]
+        self.writes = [nn.Linear(message, hidden, bias=False) for _ in range(config.num_layers)]
+        self.message = nn.Linear(rank, message, bias=False)
+        self.receiver_gate = nn.Linear(rank, message, bias=False)
+        self.predecessor_gate = nn.Linear(rank, message, bias=False)
+        self.bias = mx.zeros(message)
+
+    def layer(self, index: int) -> InjectionWeights:
+        """The weights of one layer as the core's functions take them."""
+        return InjectionWeights(
+            readout=self.readouts[index].weight,
+            write=self.writes[index].weight,
+            message=self.message.weight,
+            receiver_gate=self.receiver_gate.weight,
+            predecessor_gate=self.predecessor_gate.weight,
+            bias=self.bias,
+        )
+
+
+@dataclass(frozen=True)
+class BlockStates:
+    """hidden: norm(h_L); pre_injection: u_L of the last layer; layers: (u_l, h_l) of every layer where asked for; [B, R, H]."""
+
+    hidden: mx.array
+    pre_injection: mx.array
+    layers: list[tuple[mx.array, mx.array]]
+
+
+class DrafterModel(nn.Module):
+    """The drafter's own weights; embedding and LM head are the target's and are handed in."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = [DraftLayer(config) for _ in range(config.num_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.injection = Injection(config) if config.dspine is not None else None
+        self._transfer_codes: mx.array | None = None
+        self._rope: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of weights and activations."""
+        return self.fc.weight.dtype
+
+    @property
+    def transfer_codes(self) -> mx.array:
+        """C [V, r] in the dtype of the weights."""
+        assert self._transfer_codes is not None
+        return self._transfer_codes
+
+    def bind_codes(self, codes: Any) -> None:
+        """Keep C [V, r], computed now."""
+        self._transfer_codes = mx.array(codes).astype(self.dtype)
+        mx.eval(self._transfer_codes)
+
+    def context(self, features: mx.array) -> mx.array:
+        """c = hidden_norm(fc(f)): [B, T, F] -> [B, T, H]; the same for every layer."""
+        return self.hidden_norm(self.fc(features))
+
+    def rope(self, length: int) -> tuple[mx.array, mx.array]:
+        """cos and sin float32 [>= length, hd], grown by doubling; computed before they are shared between threads."""
+        tables = self._rope
+        if tables is None or tables[0].shape[0] < length:
+            size = max(1024, 1 << (length - 1).bit_length())
+            cos, sin = (mx.array(table) for table in rope_tables(self.config.rope, self.config.head_dim, size))
+            mx.eval(cos, sin)
+            tables = self._rope = (cos, sin)
+        return tables
+
+    def forward_block(
+        self,
+        embeddings: mx.array,
+        cos: mx.array,
+        sin: mx.array,
+        attend: Attend,
+        anchor_code: mx.array | None = None,
+        replacement: tuple[mx.array, mx.array] | None = None,
+        collect: bool = False,
+    ) -> BlockStates:
+        """All layers over one block.
+
+        embeddings [B, R, H] of [anchor, mask, ...]; cos/sin [R, hd] at the rows' absolute positions; `attend(layer, q, k,
+        v)` gets q [B, heads, R, hd] and the block's own k, v [B, kv_heads, R, hd], returns [B, heads, R, hd]; anchor_code
+        sqrt(r) C_x0 [B, r] (DSpine); replacement as `injection.inject` takes it, in layers below `replacement_layers`.
+        """
+        h = pre = embeddings
+        collected = []
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(h)
+            query = layer.self_attn.query(normed, cos, sin)
+            key, value = layer.self_attn.key_value(normed, cos, sin)
+            mixed = mx.flatten(mx.swapaxes(attend(index, query, key, value), 1, 2), -2)
+            h = h + layer.self_attn.o_proj(mixed)
+            pre = h = h + layer.mlp(layer.post_attention_layernorm(h))
+            if self.injection is not None:
+                replaced = replacement if index < self.config.dspine.replacement_layers else None  # type: ignore[union-attr]
+                h = inject(pre, anchor_code, self.injection.layer(index), replaced)
+            if collect:
+                collected.append((pre, h))
+        return BlockStates(self.norm(h), pre, collected)
+
+    def refine(self, pre_injection: mx.array, predecessor_code: mx.array) -> mx.array:
+        """norm(write(u_L; predecessor code)) of rows 1..M: [..., H], [..., r] -> [..., H]."""
+        assert self.injection is not None
+        return refine(pre_injection, predecessor_code, self.injection.layer(self.config.num_layers - 1), self.norm)
+
+
+class MlxDrafter:
+    """`protocols.Drafter` on MLX: a `DrafterModel` bound to a target's embedding and LM head."""
+
+    def __init__(self, model: DrafterModel, target: Any, info: dict[str, Any]) -> None:
+        self.model, self.target, self.info = model, target, info
+        self.config = model.config
+        self.rules = self.config.mask_rules()
+
+    def make_cache(self, capacity: int, batch: int = 1) -> DraftCache:
+        """Context K/V for up to `capacity` tokens, and room for one block behind them."""
+        return DraftCache(self.config, capacity, self.model.dtype, batch)
+
+    def commit(self, cache: DraftCache, features: mx.array) -> None:
+        """Append context K/V of newly committed tokens; features [B, T, F]."""
+        start, stop = cache.length, cache.length + features.shape[1]
+        if stop == start:
+            return
+        context = self.model.context(features.astype(self.model.dtype))
+        cos, sin = (table[start:stop] for table in self.model.rope(stop))
+        for index, layer in enumerate(self.model.layers):
+            cache.write(index, start, *layer.self_attn.key_value(context, cos, sin))
+        cache.advance(stop - start)
+
+    def propose(self, cache: DraftCache, anchor: mx.array, request: DraftRequest) -> Proposal:
+        """anchor int [B] at position `cache.length`; see `protocols.Drafter.propose`."""
+        states, code = self.run_block(cache, anchor)
+        logits = self.target.head(states.hidden[:, 1:])
+        finite = mx.all(mx.isfinite(logits), axis=(1, 2))
+        confidence, entropy = draft_signals(logits) if request.signals else (None, None)
+        sampled = request.temperature > 0.0
+        if self.model.injection is None and not sampled:
+            return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32), finite, None, None, confidence, entropy)
+        if self.model.injection is None:
+            count = min(INDEPENDENT_CANDIDATES, logits.shape[-1])
+            tokens, candidates, q = sample_independent(logits, request.uniforms, request.temperature, count)
+            return Proposal(tokens, finite, candidates, q, confidence, entropy)
+        _, candidates = top_k(logits, self.config.dspine.top_k)  # type: ignore[union-attr]
+        scores = self.transition(states.pre_injection[:, 1:], code, candidates)
+        if not sampled:
+            return Proposal(path_walk(scores, candidates).astype(mx.int32), finite, None, None, confidence, entropy)
+        tokens, q = path_walk_sampled(scores, candidates, request.uniforms, request.temperature)
+        return Proposal(tokens, finite, candidates, q, confidence, entropy)
+
+    def transition(self, pre_injection: mx.array, anchor_code: mx.array, candidates: mx.array) -> mx.array:
+        """The transition cache: u_L of rows 1..M [B, M, H], sqrt(r) C_x0 [B, r], candidates [B, M, K] -> [B, M, K, K]."""
+        assert self.model.injection is not None
+        codes = known_token(self.model.transfer_codes, candidates[:, :-1])
+        first = mx.broadcast_to(anchor_code[:, None, None, :], (codes.shape[0], 1, *codes.shape[2:]))
+        weights = self.model.injection.layer(self.config.num_layers - 1)
+        rows = self.target.head_rows(candidates)
+        return transition_scores(pre_injection, mx.concatenate([first, codes], axis=1), rows, weights, self.model.norm)
+
+    def run_block(self, cache: DraftCache, anchor: mx.array, collect: bool = False) -> tuple[BlockStates, mx.array | None]:
+        """The backbone over [anchor, mask, ...] at positions length..length+R-1, and sqrt(r) C_x0 [B, r] (None in DFlash)."""
+        rows = self.config.block_size
+        masks = mx.full((anchor.shape[0], rows - 1), self.config.mask_token_id, dtype=anchor.dtype)
+        embeddings = self.target.embed(mx.concatenate([anchor[:, None], masks], axis=1)).astype(self.model.dtype)
+        start, stop = cache.length, cache.length + rows
+        cos, sin = (table[start:stop] for table in self.model.rope(stop))
+        code = None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
+        seen = {rule: self._visible(rule, start) for rule in set(self.rules)}
+        scale = self.config.head_dim**-0.5
+
+        def attend(index: int, query: mx.array, key: mx.array, value: mx.array) -> mx.array:
+            cache.write(index, start, key, value)  # behind the context; overwritten by the next commit
+            first, mask = seen[self.rules[index]]
+            keys, values = cache.read(index, first, stop)
+            return mx.fast.scaled_dot_product_attention(query, keys, values, scale=scale, mask=mask)
+
+        return self.model.forward_block(embeddings, cos, sin, attend, code, collect=collect), code
+
+    def _visible(self, rule: Any, start: int) -> tuple[int, Mask]:
+        """First context row that any block row sees, and the mask over [that row .. block's end): bool [R, keys], or
+        "causal" (keys end with the block, so it means all context and block rows <= t), or None where all is seen."""
+        if rule.window is None:
+            return 0, (None if rule.sees_whole_block else "causal")
+        first = max(0, start - rule.window + 1)
+        rows = self.config.block_size
+        offsets = mx.arange(rows)
+        context = rule.context(offsets[:, None], start, mx.arange(first, start)[None, :])
+        block = mx.broadcast_to(rule.block(offsets[:, None], offsets[None, :]), (rows, rows))
+        return first, mx.concatenate([mx.broadcast_to(context, (rows, start - first)), block], axis=1)
+
+
+def load_drafter(folder: Path, target: Any) -> MlxDrafter:
+    """Read a drafter folder strictly and bind it to `target`; runs in the target's dtype (bfloat16 or float32)."""
+    ops.register()
+    config = load_drafter_config(folder)
+    check_pair(config, target.info, str(folder))
+    if target.info.dtype not in ("bfloat16", "float32"):
+        raise DSpineError(f"drafters run in bfloat16 or float32, not {target.info.dtype}: their residual overflows float16")
+    dtype = getattr(mx, target.info.dtype)
+    model = DrafterModel(config)
+    tensors = DraftTensors(Path(folder), config)
+    state = [(name, mx.array(tensors.read(name)).astype(dtype)) for name in expected_tensors(config)]
+    model.load_weights(state, strict=True)
+    model.eval()
+    mx.eval(model.parameters())
+    if config.dspine is not None:
+        model.bind_codes(tensors.transfer_codes(target.head_weight()))
+    tensors.finish()
+    model.rope(1024)
+    target.bind_features(config.target_layer_ids)
+    return MlxDrafter(model, target, {"method": config.method, "block_size": config.block_size, "folder": str(folder)})

@@ -1,0 +1,39 @@
+"""MLX versions of core operations (`common/registry`); loading a target or a drafter registers them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from dspine.common.registry import register_device, register_kernel
+from dspine_mlx.arrays import device_name
+
+_BLOCK = 128  # two short sorts instead of one over the whole vocabulary
+
+
+def top_k(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """`common.arrays.top_k` for a long last axis: x [..., V] -> (values [..., k], ids int32 [..., k]), descending.
+
+    The k largest lie in the k blocks of 128 with the largest maxima, so only those are sorted. Of equal values the lower
+    id comes first: `mx.argsort` is stable, and the picked blocks are put back into ascending order before the second sort.
+    """
+    size, pad = x.shape[-1], -x.shape[-1] % _BLOCK
+    if pad:
+        x = mx.concatenate([x, mx.full((*x.shape[:-1], pad), float("-inf"), dtype=x.dtype)], axis=-1)
+    blocks = mx.reshape(x, (*x.shape[:-1], (size + pad) // _BLOCK, _BLOCK))
+    picked = mx.sort(mx.argsort(-mx.max(blocks, axis=-1), axis=-1)[..., :k], axis=-1)
+    inside = mx.take_along_axis(blocks, picked[..., None], axis=-2)
+    inside = mx.reshape(inside, (*inside.shape[:-2], -1))
+    order = mx.argsort(-inside, axis=-1)[..., :k]
+    ids = mx.take_along_axis(picked, order // _BLOCK, axis=-1) * _BLOCK + order % _BLOCK
+    return mx.take_along_axis(inside, order, axis=-1), ids.astype(mx.int32)
+
+
+def _top_k_pays(x: mx.array, k: int) -> bool:
+    return mx.issubdtype(x.dtype, mx.floating) and 2 * k * _BLOCK <= x.shape[-1]
+
+
+def register() -> None:
+    """Register every MLX version of a core operation; calling it again changes nothing."""
+    register_device("mlx", device_name)
+    for device in ("cpu", "metal", "cuda"):
+        register_kernel("top_k", namespace="mlx", device=device, function=top_k, name="mlx-two-level", supports=_top_k_pays)

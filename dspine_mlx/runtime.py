@@ -1,0 +1,66 @@
+"""The MLX runtime as the entry point `dspine.runtimes: mlx` names it. Importing this module imports no MLX."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from dspine.common.errors import BackendError
+from dspine.common.protocols import Availability
+
+_INSTALL = "pip install 'dspine[mlx]'"
+
+
+class MlxRuntime:
+    """MLX on Metal, on the CPU, or on its CUDA back end. Everything of MLX is imported when it is first used."""
+
+    name = "mlx"
+
+    def availability(self) -> Availability:
+        """Whether MLX and mlx-lm are installed, and the devices that MLX offers here."""
+        missing = [name for name in ("mlx", "mlx_lm") if importlib.util.find_spec(name) is None]
+        if missing:
+            return Availability(False, f"not installed: {', '.join(missing)}", install=_INSTALL)
+        try:
+            import mlx.core as mx
+        except ImportError as error:  # a wheel without its backend library, or one built for another machine
+            return Availability(False, f"MLX does not load: {error}", install=_INSTALL)
+        fast = "metal" if mx.metal.is_available() else "cuda" if mx.is_available(mx.gpu) else None
+        if fast is None:
+            return Availability(True, "MLX on the CPU: correct but slow, meant for parity tests", ("cpu",), _INSTALL)
+        return Availability(True, f"MLX on {fast}", (fast, "cpu"), _INSTALL)
+
+    def load_target(self, folder: Path, *, device: str = "auto", dtype: str = "auto") -> Any:
+        """A target of the folder, `protocols.Target`. `device`: auto, metal, cuda or cpu; `dtype`: auto, bfloat16, float32."""
+        self._use_device(device)
+        from dspine_mlx.targets import load_target
+
+        return load_target(Path(folder), dtype=dtype)
+
+    def load_drafter(self, folder: Path, target: Any) -> Any:
+        """The drafter of the folder bound to a target of this runtime, `protocols.Drafter`."""
+        self._require()
+        from dspine_mlx.drafter import load_drafter
+
+        return load_drafter(Path(folder), target)
+
+    def _require(self) -> Availability:
+        found = self.availability()
+        if not found.ok:
+            raise BackendError(f"the MLX runtime cannot run here ({found.reason}); install it with: {found.install}")
+        return found
+
+    def _use_device(self, device: str) -> None:
+        """Make `device` MLX's default. Only an explicit choice changes it; `auto` leaves MLX's own."""
+        found = self._require()
+        if device == "auto":
+            return
+        if device not in found.devices:
+            raise BackendError(f"device {device!r} is not there for MLX; here: {', '.join(found.devices)}; or --device auto")
+        import mlx.core as mx
+
+        mx.set_default_device(mx.Device(mx.cpu if device == "cpu" else mx.gpu))
+
+
+RUNTIME = MlxRuntime()

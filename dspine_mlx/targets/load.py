@@ -1,0 +1,111 @@
+"""From a folder to a target: `mlx_lm`'s loader, the dtype decision, the family's adapter, one check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from dspine.common.configs import read_config
+from dspine.common.errors import CheckpointError, DSpineError
+from dspine.common.protocols import TargetInfo
+from dspine_mlx import ops
+from dspine_mlx.arrays import device_name
+from dspine_mlx.targets.families import FAMILIES
+from dspine_mlx.targets.plain import PlainTarget, find_decoder
+
+_DTYPES = ("auto", "bfloat16", "float32")
+
+
+def load_target(folder: Path, *, dtype: str = "auto") -> PlainTarget:
+    """Load `folder` with mlx_lm and wrap it. Raises `CheckpointError` for a folder that does not load, `DSpineError` for a
+    model that cannot be rolled back or is no plain decoder."""
+    if dtype not in _DTYPES:
+        hint = "; float16 is never used: residuals of real models overflow it" if dtype == "float16" else ""
+        raise DSpineError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}{hint}")
+    read_config(folder)
+    try:
+        model, config = load_model(Path(folder), lazy=True)
+        stored = _stored_dtype(model)
+        chosen, note = choose_dtype(dtype, stored)
+        model.set_dtype(chosen)
+        mx.eval(model.parameters())
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: mlx-lm cannot load this folder ({type(error).__name__}: {text[:300]})") from error
+    return wrap_model(model, config, name=Path(folder).name, notes=[note] if note else [])
+
+
+def wrap_model(model: nn.Module, config: dict[str, Any], *, name: str, notes: list[str] | None = None) -> PlainTarget:
+    """A target over a module that `mlx_lm.load` returned together with its config (`return_config=True`)."""
+    ops.register()
+    text = {**config, **(config.get("text_config") or {})}
+    decoder = find_decoder(model, name)
+    dtype = str(_stored_dtype(model)).rpartition(".")[2]
+    if dtype == "float16":
+        raise DSpineError(
+            f"{name}: weights are float16, which real residuals overflow; call model.set_dtype(mx.bfloat16) first"
+        )
+    kind = str(text.get("model_type", "unknown"))
+    family = FAMILIES.get(kind, PlainTarget)
+    eos = config.get("eos_token_id", text.get("eos_token_id"))
+    info = TargetInfo(
+        name=name,
+        model_type=kind,
+        num_layers=len(decoder.layers),
+        hidden_size=int(text["hidden_size"]),
+        vocab_size=_head_rows(model, decoder),
+        context_length=int(text.get("max_position_embeddings") or 32768),
+        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        dtype=dtype,
+        device=device_name(),
+        adapter=f"{family.__name__}: {family.reason}, over mlx_lm.models.{type(model).__module__.rpartition('.')[2]}",
+        quantization=_quantization(config),
+    )
+    target = family(model, info, notes or ())
+    target.check()
+    return target
+
+
+def choose_dtype(asked: str, stored: mx.Dtype) -> tuple[mx.Dtype, str]:
+    """The dtype to run in, and a note where it is not the stored one.
+
+    `auto`: on Metal and CUDA as stored, except that float16 becomes bfloat16 (residuals of real models overflow float16);
+    on the CPU float32, where MLX's bfloat16 kernels are slow and coarse.
+    """
+    if asked != "auto":
+        return getattr(mx, asked), ""
+    if device_name() == "cpu":
+        return mx.float32, "" if stored == mx.float32 else f"stored as {_short(stored)}, run in float32 on the CPU"
+    if stored == mx.float16:
+        return mx.bfloat16, "stored as float16, run in bfloat16: residuals of real models overflow float16"
+    return stored, ""
+
+
+def _short(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _stored_dtype(model: nn.Module) -> mx.Dtype:
+    """The narrowest floating dtype among the parameters (of the scales, where weights are quantised)."""
+    found = {value.dtype for _, value in tree_flatten(model.parameters())}
+    for dtype in (mx.float16, mx.bfloat16, mx.float32):
+        if dtype in found:
+            return dtype
+    raise DSpineError("the model has no floating-point parameters; expected float16, bfloat16 or float32")
+
+
+def _head_rows(model: nn.Module, decoder: nn.Module) -> int:
+    head = model.get("lm_head")
+    return int((head if head is not None else decoder.embed_tokens).weight.shape[0])
+
+
+def _quantization(config: dict[str, Any]) -> str | None:
+    form = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(form, dict) or "bits" not in form:
+        return None
+    return f"{form['bits']}-bit, groups of {form.get('group_size')}"

@@ -1,0 +1,172 @@
+"""Any plain decoder of mlx-lm as a `Target`: embedding, layers, final norm, head, with features captured on the way.
+
+The modules are driven from outside, layer by layer: nothing is patched or replaced. Whether that gives what the model's
+own call gives is checked once at load (`check`), which also computes every lazily made table on the loading thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from dspine.common.errors import CheckpointError, DSpineError
+from dspine.common.protocols import Prefill, StageZero, TargetInfo, Verification
+from dspine_mlx.arrays import MlxArrays
+from dspine_mlx.caches import TargetCache
+
+_PROBE = 5  # tokens of the check at load
+
+
+class PlainTarget:
+    """`model.model.embed_tokens / layers / norm`, head tied or `lm_head`. Subclasses add a family's scales."""
+
+    reason = "plain decoder"
+
+    def __init__(self, model: nn.Module, info: TargetInfo, notes: Sequence[str] = ()) -> None:
+        self.info = info
+        self.arrays = MlxArrays()
+        self.notes = list(notes)
+        self.model = model
+        self.decoder = find_decoder(model, info.name)
+        self.layer_ids: tuple[int, ...] = ()
+
+    # -- a family's scales ---------------------------------------------------------------------------------------
+
+    def scale_embedding(self, hidden: mx.array) -> mx.array:
+        """What the family does to an embedding before the first layer."""
+        return hidden
+
+    def scale_logits(self, logits: mx.array) -> mx.array:
+        """What the family does to logits after the LM head."""
+        return logits
+
+    # -- protocol ------------------------------------------------------------------------------------------------
+
+    def bind_features(self, layer_ids: Sequence[int]) -> None:
+        """Capture the OUTPUT of these 0-based layers (raw residual stream), concatenated in this order."""
+        wrong = [i for i in layer_ids if not 0 <= i < self.info.num_layers]
+        if wrong:
+            raise CheckpointError(
+                f"{self.info.name}: feature layers {wrong} out of range, expected 0..{self.info.num_layers - 1}"
+            )
+        self.layer_ids = tuple(layer_ids)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """int [B, T] -> [B, T, H]."""
+        return self.scale_embedding(self.decoder.embed_tokens(tokens))
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Final-normed [..., H] -> logits float32 [..., V]."""
+        lm_head = self._head_module()
+        raw = lm_head.as_linear(hidden) if isinstance(lm_head, nn.Embedding | nn.QuantizedEmbedding) else lm_head(hidden)
+        return self.scale_logits(raw).astype(mx.float32)
+
+    def head_rows(self, ids: mx.array) -> mx.array:
+        """LM-head rows of `ids` int [...] -> [..., H], dequantised; rows only, so a large head is never widened."""
+        lm_head = self._head_module()
+        flat = mx.reshape(ids, (-1,))
+        parts = [mx.take(lm_head[name], flat, axis=0) for name in ("weight", "scales", "biases") if name in lm_head]
+        rows = _dequantize(lm_head, parts) if len(parts) > 1 else parts[0]
+        return mx.reshape(rows, (*ids.shape, rows.shape[-1]))
+
+    def head_weight(self) -> np.ndarray:
+        """LM head as float32 NumPy [V, H] (dequantised), in slices that keep the device's peak low."""
+        step = 16_384
+        ids = [mx.arange(start, min(start + step, self.info.vocab_size)) for start in range(0, self.info.vocab_size, step)]
+        return np.concatenate([self.arrays.to_host(self.head_rows(part).astype(mx.float32))[0] for part in ids])
+
+    def make_cache(self, capacity: int) -> TargetCache:
+        """Empty K/V caches for up to `capacity` tokens."""
+        return TargetCache(make_prompt_cache(self.model), capacity)
+
+    def prefill(self, cache: TargetCache, tokens: mx.array, *, chunk: int) -> Prefill:
+        """tokens int [B, T] in pieces of `chunk`, each computed before the next, so that activations stay bounded."""
+        if tokens.shape[1] == 0:
+            raise DSpineError("prefill: the prompt has no tokens; expected at least one")
+        cache.room_for(tokens.shape[1])
+        features, hidden = [], None
+        for start in range(0, tokens.shape[1], chunk):
+            hidden, taps = self._forward(tokens[:, start : start + chunk], cache.layers)
+            mx.eval(hidden, *([taps] if taps is not None else []), [layer.state for layer in cache.layers])
+            if taps is not None:
+                features.append(taps)
+        cache.length += tokens.shape[1]
+        logits = self.head(hidden[:, -1])
+        joined = mx.concatenate(features, axis=1) if features else None
+        return Prefill(logits, joined)
+
+    def begin(self, cache: TargetCache, tokens: mx.array) -> StageZero:
+        """A dense target has no router: everything is handed on."""
+        return StageZero(tokens, None)
+
+    def finish(self, cache: TargetCache, stage: StageZero, w: int) -> Verification:
+        """Logits and features of the first `w` tokens; they stay pending until `commit`."""
+        cache.room_for(w)
+        hidden, taps = self._forward(stage.tokens[:, :w], cache.layers)
+        cache.pending = w
+        return Verification(self.head(hidden), taps)
+
+    def commit(self, cache: TargetCache, verification: Verification, m: int) -> None:
+        """Keep the first `m` verified tokens in every layer."""
+        cache.keep(m)
+
+    # -- internals -----------------------------------------------------------------------------------------------
+
+    def _head_module(self) -> Any:
+        lm_head = self.model.get("lm_head") if isinstance(self.model, nn.Module) else None
+        return lm_head if lm_head is not None else self.decoder.embed_tokens
+
+    def _forward(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array | None]:
+        """int [B, T] -> (final-normed [B, T, H], features [B, T, F] or None)."""
+        hidden = self.embed(tokens)
+        mask = create_attention_mask(hidden, caches[0])
+        taps: dict[int, mx.array] = {}
+        for i, (layer, cache) in enumerate(zip(self.decoder.layers, caches, strict=True)):
+            hidden = layer(hidden, mask, cache)
+            if i in self.layer_ids:
+                taps[i] = hidden
+        features = mx.concatenate([taps[i] for i in self.layer_ids], axis=-1) if taps else None
+        return self.decoder.norm(hidden), features
+
+    def check(self) -> None:
+        """Refuse a model whose caches cannot be rolled back, or whose own call gives other logits than this adapter."""
+        name, kind = self.info.name, self.info.model_type
+        foreign = sorted({type(cache).__name__ for cache in make_prompt_cache(self.model)} - {KVCache.__name__})
+        if foreign:
+            raise DSpineError(
+                f"{name}: {kind} keeps {', '.join(foreign)} (recurrent, rotating or sliding-window layers), which the MLX "
+                "runtime cannot roll back; expected plain K/V caches; choose another target, or use --backend torch"
+            )
+        tokens = mx.arange(1, 1 + min(_PROBE, self.info.vocab_size - 1))[None]
+        wanted = self.model(tokens, cache=make_prompt_cache(self.model)).astype(mx.float32)
+        hidden, _ = self._forward(tokens, make_prompt_cache(self.model))
+        got = self.head(hidden)
+        difference, size = self.arrays.to_host(mx.max(mx.abs(wanted - got)), mx.max(mx.abs(wanted)))
+        if not difference <= 1e-2 * max(1.0, float(size)):
+            raise DSpineError(
+                f"{name}: driven layer by layer, {kind} gives other logits than its own call (difference "
+                f"{float(difference):.3g}, expected rounding); it needs an adapter of its own, or use --backend torch"
+            )
+
+
+def find_decoder(model: nn.Module, name: str) -> nn.Module:
+    """The module with `embed_tokens`, `layers` and `norm`: `model.model`, or that of a wrapped language model."""
+    for holder in (model, getattr(model, "language_model", None)):
+        decoder = getattr(holder, "model", None)
+        if decoder is not None and all(hasattr(decoder, part) for part in ("embed_tokens", "layers", "norm")):
+            return decoder
+    raise DSpineError(
+        f"{name}: {type(model).__module__.rpartition('.')[2]} is no plain decoder: expected model.embed_tokens, model.layers "
+        "and model.norm; it needs an adapter in dspine_mlx/targets, or use --backend torch"
+    )
+
+
+def _dequantize(module: Any, parts: list[mx.array]) -> mx.array:
+    rows = mx.dequantize(*parts, group_size=module.group_size, bits=module.bits, mode=module.mode)
+    return rows
