@@ -139,11 +139,13 @@ class DraftTensors:
             )
         transfer = {CODES, READY, *BASIS} & set(self._entries)
         if self.config.method == "dflash" and transfer:
-            raise CheckpointError(f"{self.folder}: a dflash card, but the file holds {_names(sorted(transfer))}; is it a DSpine drafter?")
+            raise CheckpointError(
+                f"{self.folder}: a dflash card, but the file holds {_names(sorted(transfer))}; is it a DSpine drafter?"
+            )
         if self.config.method == "dspine" and CODES not in transfer and not set(BASIS) <= transfer:
             raise CheckpointError(
-                f"{self.folder}: no transfer space; expected {CODES}, or {', '.join(BASIS)} (readouts fit one exact basis, so it "
-                "cannot be derived again from the target)"
+                f"{self.folder}: no transfer space; expected {CODES}, or {', '.join(BASIS)} (readouts fit one exact basis, so "
+                "it cannot be derived again from the target)"
             )
         for name, shape in expected.items():
             got = self._entries[name].shape
@@ -160,7 +162,9 @@ class DraftTensors:
             raise CheckpointError(f"{self.folder}: {name} is quantised, but config.json has no `quantization`")
         bits, packed = int(self.config.quantization["bits"]), self._entries[name].shape
         if packed != (shape[0], shape[1] * bits // 32):
-            raise CheckpointError(f"{self.folder}: {name} packs {list(packed)} words, expected {[shape[0], shape[1] * bits // 32]} at {bits} bits")
+            raise CheckpointError(
+                f"{self.folder}: {name} packs {list(packed)} words, expected {[shape[0], shape[1] * bits // 32]} at {bits} bits"
+            )
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, dequantised."""
@@ -229,4 +233,6 @@ def check_pair(config: DrafterConfig, info: Any, where: str) -> None:
         if draft != target:
             raise CheckpointError(f"{where}: drafter made for another target: its {name} is {draft}, {info.name} has {target}")
     if config.target_hidden_size not in (None, config.hidden_size):
-        raise CheckpointError(f"{where}: hidden size {config.hidden_size} differs from the target's {info.hidden_size}; they share one LM head")
+        raise CheckpointError(
+            f"{where}: hidden size {config.hidden_size} differs from the target's {info.hidden_size}; they share one LM head"
+        )

@@ -181,7 +181,9 @@ def _method(card: _Card) -> str:
         known = ", ".join(_ARCHITECTURES)
         raise card.error(f"architecture {name!r} is not a drafter this version runs; known: {known}")
     if card.nested.get("projector_type") not in (None, "dflash"):
-        raise card.error(f"projector_type {card.nested['projector_type']!r} is not supported; known: DFlash and DSpine drafters")
+        raise card.error(
+            f"projector_type {card.nested['projector_type']!r} is not supported; known: DFlash and DSpine drafters"
+        )
     marked = "dspine_config" in card.data or "selected_prefix_code_bridge" in card.nested
     if marked and method == "dflash":
         method = "dspine"
@@ -263,15 +265,23 @@ def _dspine(card: _Card, hidden: int) -> DSpineConfig:
     if not 1 <= config.transfer_rank <= hidden:
         raise card.error(f"dspine_config.transfer_rank must be 1..{hidden} (hidden_size), got {config.transfer_rank}")
     if config.top_k < 1 or config.message_size < 1:
-        raise card.error(f"dspine_config needs top_k and message_size of at least 1, got {config.top_k} and {config.message_size}")
+        raise card.error(
+            f"dspine_config needs top_k and message_size of at least 1, got {config.top_k} and {config.message_size}"
+        )
     return config
 
 
 def _validate(config: DrafterConfig, where: str, activation: str) -> None:
     problems = [
-        (config.num_heads % config.num_kv_heads == 0, f"{config.num_heads} heads do not divide into {config.num_kv_heads} K/V heads"),
+        (
+            config.num_heads % config.num_kv_heads == 0,
+            f"{config.num_heads} heads do not divide into {config.num_kv_heads} K/V heads",
+        ),
         (config.head_dim % 2 == 0, f"head_dim must be even for rotary embedding, got {config.head_dim}"),
-        (config.mask_token_id < config.vocab_size, f"mask_token_id {config.mask_token_id} is not below vocab_size {config.vocab_size}"),
+        (
+            config.mask_token_id < config.vocab_size,
+            f"mask_token_id {config.mask_token_id} is not below vocab_size {config.vocab_size}",
+        ),
         (activation == "silu", f"hidden_act must be 'silu', got {activation!r}"),
         (config.is_causal in (None, True, False), f"is_causal must be true or false, got {config.is_causal!r}"),
         (not (config.method == "dspine" and config.is_causal is False), "a DSpine drafter is block-causal; is_causal is false"),

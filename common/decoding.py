@@ -96,7 +96,9 @@ class DecodingLoop:
         if not len(prompt):
             raise DSpineError("the prompt is empty: at least one token is needed")
         if len(prompt) >= context:
-            raise DSpineError(f"the prompt has {len(prompt)} tokens, the context of {target.info.name} holds {context}: shorten it")
+            raise DSpineError(
+                f"the prompt has {len(prompt)} tokens, the context of {target.info.name} holds {context}: shorten it"
+            )
         self.target, self.drafter, self.policy, self.params = target, drafter, policy, params
         self.prompt = np.asarray(prompt, dtype=np.int32)
         self.rule = resolve_acceptance(params.acceptance, params.sampling, drafter, policy)
@@ -193,7 +195,7 @@ class DecodingLoop:
         self.stats.non_finite_drafts += 1
         if self.stats.non_finite_drafts == 1:
             logger.warning(
-                "draft logits are not finite (an activation overflowed; is the drafter run in float16?): such rounds decode plainly"
+                "draft logits are not finite (an activation overflowed; is this float16?): such rounds decode plainly"
             )
         return None
 
@@ -249,7 +251,9 @@ class DecodingLoop:
         self._recent.append(emitted)
         mean = sum(self._recent) / len(self._recent)
         if len(self._recent) == BREAK_EVEN_ROUNDS and mean < self.params.break_even:
-            reason = f"{mean:.2f} tokens a round over {BREAK_EVEN_ROUNDS} rounds, below the break-even of {self.params.break_even}"
+            reason = (
+                f"{mean:.2f} tokens a round over {BREAK_EVEN_ROUNDS} rounds, below the break-even of {self.params.break_even}"
+            )
             self.stats.drafting_disabled = reason
             logger.warning("drafting is off for the rest of this request: %s", reason)
             self.drafter = self.draft_cache = None

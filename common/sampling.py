@@ -70,7 +70,9 @@ def uniforms(seed: int, request: int, start: int, count: int) -> np.ndarray:
     Position p always gets Philox block p of the key (seed, request), whatever the round it falls into. 23 bits each, so
     that u * total < total also after float32 rounding.
     """
-    philox = np.random.Philox(key=np.array([seed, request], dtype=np.uint64), counter=np.array([start, 0, 0, 0], dtype=np.uint64))
+    philox = np.random.Philox(
+        key=np.array([seed, request], dtype=np.uint64), counter=np.array([start, 0, 0, 0], dtype=np.uint64)
+    )
     raw = philox.random_raw(4 * count).reshape(count, 4)[:, :3]
     return ((raw >> np.uint64(41)).astype(np.float32)) * np.float32(2.0**-23)
 

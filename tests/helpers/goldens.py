@@ -11,7 +11,12 @@ import numpy as np
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 TOLERANCE = 2e-5  # |a - b| <= TOLERANCE * max(1, max|b|), as the goldens' README asks
 
-WEIGHTS_OF = {"dspine_sliding": "dspine", "dspine_loss": "dspine", "dflash_sliding": "dflash", "dflash_sliding_noncausal": "dflash"}
+WEIGHTS_OF = {
+    "dspine_sliding": "dspine",
+    "dspine_loss": "dspine",
+    "dflash_sliding": "dflash",
+    "dflash_sliding_noncausal": "dflash",
+}
 
 
 def golden_arrays(case: str) -> dict[str, np.ndarray]:
