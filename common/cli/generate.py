@@ -1,0 +1,240 @@
+"""`dspine generate`: options -> checked request -> loaded engine -> streamed text -> report. One function a step."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dspine.common.acceptance import check_rule
+from dspine.common.cli.options import GenerateOptions
+from dspine.common.decoding import DecodingParams, resolve_acceptance
+from dspine.common.embedded import EMBEDDED_NAME, is_prepared
+from dspine.common.errors import DSpineError
+from dspine.common.generation import GenerationStep, load, stream_generate
+from dspine.common.protocols import Engine
+from dspine.common.runtimes import AUTO, choose_runtime
+from dspine.common.sampling import SamplingParams
+from dspine.common.selection.policies import StaticPolicy, parse_policy
+from dspine.common.statistics import Statistics
+from dspine.common.tokenizer import decode_utf8
+
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request: what goes to `stream_generate`, and the objects it was checked with."""
+
+    prompt: str
+    options: dict[str, Any]
+    sampling: SamplingParams
+    policy: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished generation."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stats: Statistics
+
+
+def generate(options: GenerateOptions) -> None:
+    """Generate text from a prompt, with speculative decoding where a drafter is known."""
+    request = build_request(options)
+    engine = build_engine(options)
+    notes = Console(stderr=True, highlight=False)
+    for note in engine.notes:
+        notes.print(f"note: {note}", markup=False)
+    stream = sys.stderr if options.json else sys.stdout
+    if options.compare:
+        _warm_up(engine, request)
+    run = run_request(engine, request, draft=True, write=stream.write)
+    stream.write("\n")
+    stream.flush()
+    plain = run_request(engine, request, draft=False) if options.compare else None
+    report = build_report(options, engine, request, run, plain)
+    if options.json:
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        notes.print(summary_table(report, run.stats))
+
+
+def build_request(options: GenerateOptions) -> Request:
+    """Check everything that needs no model. Raises DSpineError."""
+    sampling = SamplingParams(
+        temperature=options.temp,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        seed=options.seed,
+    )
+    DecodingParams(max_tokens=options.max_tokens, sampling=sampling)
+    policy = _policy(options)
+    if options.acceptance != AUTO:
+        check_rule(
+            options.acceptance,
+            temperature=sampling.temperature,
+            reads_draft_tokens=policy.reads_draft_tokens,
+            policy=policy.name,
+        )
+    if options.compare and options.no_draft:
+        raise DSpineError("--compare needs a drafter to compare with plain decoding, and --no-draft takes it away: drop one")
+    names = ("max_tokens", "top_p", "top_k", "min_p", "seed", "system_prompt", "raw", "ignore_eos")
+    passed = {name: getattr(options, name) for name in (*names, *_PENALTIES)}
+    passed |= {"temperature": options.temp, "acceptance": str(options.acceptance), "policy": policy}
+    return Request(_read_prompt(options.prompt), passed, sampling, policy)
+
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _policy(options: GenerateOptions) -> Any:
+    policy = parse_policy(options.policy)
+    if options.block_size is None:
+        return policy
+    if policy != StaticPolicy():
+        raise DSpineError(f"--block-size is short for --policy static:N, and --policy {options.policy} was given too: drop one")
+    if options.block_size < 2:
+        raise DSpineError(
+            f"--block-size must be at least 2 (the anchor and one draft), got {options.block_size}; or --no-draft"
+        )
+    return StaticPolicy(options.block_size)
+
+
+def _read_prompt(prompt: str) -> str:
+    return decode_utf8(sys.stdin.buffer.read(), "the prompt on standard input") if prompt == "-" else prompt
+
+
+def build_engine(options: GenerateOptions) -> Engine:
+    """Choose the runtime and load the pair. Raises DSpineError."""
+    runtime, reason = choose_runtime(options.backend)
+    with preparing(options.model):
+        engine = load(
+            runtime,
+            options.model,
+            None if options.no_draft else options.draft_model,
+            device=options.device,
+            dtype=str(options.dtype),
+            backend_reason=reason,
+        )
+    if options.compare and engine.drafter is None:
+        raise DSpineError(f"--compare needs a drafter, and none is known for {options.model!r}: name one with --draft-model")
+    trained = engine.drafter.config.block_size if engine.drafter is not None else None
+    if options.block_size is not None and trained is not None and options.block_size > trained:
+        raise DSpineError(f"--block-size is at most {trained} with this drafter, got {options.block_size}")
+    return engine
+
+
+@contextmanager
+def preparing(model: str) -> Iterator[None]:
+    """Say on stderr what takes its time: loading, and on the first run the embedded model's conversion."""
+    first = model == EMBEDDED_NAME and not is_prepared()
+    with Console(stderr=True).status("preparing the embedded model (once) ..." if first else "loading ..."):
+        yield
+
+
+def _warm_up(engine: Engine, request: Request) -> None:
+    """First calls set up thread pools and buffers: keep that out of both sides of a comparison."""
+    few = request.options | {"max_tokens": min(_WARM_UP_TOKENS, request.options["max_tokens"])}
+    for draft in (True, False):
+        for _ in stream_generate(engine, request.prompt, **few, draft=draft):
+            pass
+
+
+def run_request(engine: Engine, request: Request, *, draft: bool, write: Callable[[str], Any] | None = None) -> Run:
+    """Generate once, handing each piece of text to `write` as it comes."""
+    steps: list[GenerationStep] = []
+    for step in stream_generate(engine, request.prompt, **request.options, draft=draft):
+        steps.append(step)
+        if write is not None and step.text:
+            write(step.text)
+            _flush(write)
+    last = steps[-1]
+    return Run("".join(step.text for step in steps), [step.token for step in steps], last.finish_reason, last.stats)
+
+
+def _flush(write: Callable[[str], Any]) -> None:
+    stream = getattr(write, "__self__", None)
+    if stream is not None and hasattr(stream, "flush"):
+        stream.flush()
+
+
+def build_report(options: GenerateOptions, engine: Engine, request: Request, run: Run, plain: Run | None) -> dict[str, Any]:
+    """The fields of `--json`. Plain figures are None without --compare; nothing is estimated."""
+    drafter, info, stats = engine.drafter, engine.target.info, run.stats
+    plain_rate = plain.stats.tokens_per_second if plain is not None else None
+    rule = resolve_acceptance(str(options.acceptance), request.sampling, drafter, request.policy)
+    return {
+        "text": run.text,
+        "token_ids": run.token_ids,
+        "finish_reason": run.finish_reason,
+        **stats.as_dict(),
+        "plain_tokens_per_second": plain_rate,
+        "speedup": stats.tokens_per_second / plain_rate if plain_rate else None,
+        "same_tokens_as_plain": run.token_ids == plain.token_ids if plain is not None else None,
+        "backend": engine.runtime,
+        "backend_reason": engine.backend_reason,
+        "device": info.device,
+        "dtype": info.dtype,
+        "adapter": info.adapter,
+        "model": engine.model,
+        "drafter": engine.draft_model,
+        "drafting": drafter is not None and stats.drafting_disabled is None,
+        "policy": request.policy.name if drafter is not None else None,
+        "acceptance": rule if drafter is not None else None,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "notes": engine.notes,
+    }
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size of this process so far (host memory). Linux counts in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def summary_table(report: dict[str, Any], stats: Statistics) -> Table:
+    """The figures for people."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    rows = [
+        ("model", f"{report['model']}  ({report['dtype']} on {report['device']}, {report['adapter']})"),
+        ("backend", f"{report['backend']}  ({report['backend_reason']})"),
+        ("drafter", _drafter_line(report)),
+        ("tokens", f"{stats.generated_tokens} after a prompt of {stats.prompt_tokens}, {stats.rounds} rounds"),
+        ("speed", f"{stats.tokens_per_second:.1f} tokens/s after the prompt ({stats.prefill_seconds:.2f} s)"),
+    ]
+    if stats.drafted_tokens:
+        by_position = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
+        rows.insert(4, ("acceptance", f"{stats.mean_acceptance_length:.2f} tokens a round; by position {by_position}"))
+    if report["plain_tokens_per_second"] is not None:
+        same = "the same tokens" if report["same_tokens_as_plain"] else "other tokens, see `Lossless` in the README"
+        speedup = f"{report['speedup']:.2f}x" if report["speedup"] else "-"
+        rows.append(("plain", f"{report['plain_tokens_per_second']:.1f} tokens/s, {same}; speed-up {speedup}"))
+    rows.append(("memory", f"{report['peak_memory_bytes'] / 2**20:.0f} MiB at the peak"))
+    if stats.non_finite_drafts:
+        rows.append(("warning", f"{stats.non_finite_drafts} drafts were not finite; those rounds decoded plainly"))
+    for label, text in rows:
+        table.add_row(f"[dim]{label}[/dim]", escape(text))
+    return table
+
+
+def _drafter_line(report: dict[str, Any]) -> str:
+    if report["drafter"] is None:
+        return "none: plain decoding"
+    state = f", switched off: {report['drafting_disabled']}" if report["drafting_disabled"] else ""
+    return f"{report['drafter']}  (acceptance {report['acceptance']}, policy {report['policy']}{state})"

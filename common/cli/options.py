@@ -1,0 +1,83 @@
+"""Flags of the command line: declared once as fields of frozen objects, from which the parser is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from dspine.common.acceptance import RULES
+from dspine.common.decoding import DecodingParams
+from dspine.common.embedded import EMBEDDED_NAME
+from dspine.common.models import AUTO_DRAFT
+from dspine.common.runtimes import AUTO
+from dspine.common.sampling import SamplingParams
+from dspine.common.selection.policies import StaticPolicy
+
+_SAMPLING, _DECODING = SamplingParams(), DecodingParams()
+
+Acceptance = StrEnum("Acceptance", [(rule, rule) for rule in (AUTO, *RULES)])
+DType = StrEnum("DType", [(name, name) for name in (AUTO, "bfloat16", "float32")])
+
+_MODEL, _SAMPLE, _SPECULATE, _OUTPUT = "Model", "Sampling", "Speculation", "Output"
+
+
+def _flag(help_text: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel)
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Everything `dspine generate` can be told. Names follow `mlx_lm.generate` where it has them."""
+
+    prompt: Annotated[str, _flag("The prompt; `-` reads standard input.", _MODEL, "--prompt", "-p")]
+    model: Annotated[str, _flag("`smollm2` (the embedded model), a model folder, or a hub id.", _MODEL)] = EMBEDDED_NAME
+    draft_model: Annotated[str, _flag("`auto` (the drafter known for the model), a folder, or a hub id.", _MODEL)] = AUTO_DRAFT
+    system_prompt: Annotated[str | None, _flag("System prompt; without it the template's own default.", _MODEL)] = None
+    raw: Annotated[bool, _flag("Give the prompt to the model as it is.", _MODEL, "--raw", "--no-chat-template")] = False
+    backend: Annotated[str, _flag("`auto`, `mlx` or `torch`.", _MODEL)] = AUTO
+    device: Annotated[str, _flag("`auto`, or a device of the backend: cpu, cuda, metal.", _MODEL)] = AUTO
+    dtype: Annotated[DType, _flag("Number format of weights and activations.", _MODEL)] = DType[AUTO]
+
+    max_tokens: Annotated[int, _flag("Tokens to generate at most.", _SAMPLE, "--max-tokens", "-m")] = _DECODING.max_tokens
+    ignore_eos: Annotated[bool, _flag("Do not stop at the model's stop tokens.", _SAMPLE, "--ignore-eos")] = False
+    temp: Annotated[float, _flag("Temperature; 0 is greedy.", _SAMPLE)] = _SAMPLING.temperature
+    top_p: Annotated[float, _flag("Smallest set of tokens with this mass; 1 is off.", _SAMPLE)] = _SAMPLING.top_p
+    top_k: Annotated[int, _flag("The most likely tokens only; 0 is off.", _SAMPLE)] = _SAMPLING.top_k
+    min_p: Annotated[float, _flag("Tokens this likely relative to the best; 0 is off.", _SAMPLE)] = _SAMPLING.min_p
+    seed: Annotated[int, _flag("Seed of all draws.", _SAMPLE)] = _SAMPLING.seed
+    repetition_penalty: Annotated[float, _flag("On prompt and output; 1 is off.", _SAMPLE)] = _SAMPLING.repetition_penalty
+    presence_penalty: Annotated[float, _flag("On the output, once a token; 0 is off.", _SAMPLE)] = _SAMPLING.presence_penalty
+    frequency_penalty: Annotated[float, _flag("On the output, each time; 0 is off.", _SAMPLE)] = _SAMPLING.frequency_penalty
+
+    no_draft: Annotated[bool, _flag("Plain decoding, no drafter.", _SPECULATE, "--no-draft")] = False
+    acceptance: Annotated[Acceptance, _flag("Acceptance rule; all are lossless.", _SPECULATE)] = Acceptance[AUTO]
+    policy: Annotated[str, _flag("Tokens to verify a round: `full`, or `static:W`.", _SPECULATE)] = StaticPolicy().name
+    block_size: Annotated[int | None, _flag("Short for `--policy static:N`, anchor included.", _SPECULATE)] = None
+    compare: Annotated[bool, _flag("Decode plainly too and print the speed-up.", _OUTPUT, "--compare")] = False
+    json: Annotated[bool, _flag("One JSON line on standard output; text goes to stderr.", _OUTPUT, "--json")] = False
+
+
+def command_from(options_type: type, run: Callable[[Any], None]) -> Callable[..., None]:
+    """A function for typer whose parameters are the fields of `options_type`; it calls `run` with the frozen object."""
+    hints = get_type_hints(options_type, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            item.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if item.default is MISSING else item.default,
+            annotation=hints[item.name],
+        )
+        for item in fields(options_type)
+    ]
+
+    def command(**values: Any) -> None:
+        run(options_type(**values))
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = run.__doc__
+    return command
