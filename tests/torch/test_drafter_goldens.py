@@ -62,7 +62,13 @@ def packed_run(drafter: TorchDrafter, case: str, replacement_of: str | None = No
         with torch.inference_mode():
             outputs.append(
                 model.forward_block(
-                    drafter.target.embed(ids)[:, None], cos[:, start:stop], sin[:, start:stop], attend, code[:, None], replacement, True
+                    drafter.target.embed(ids)[:, None],
+                    cos[:, start:stop],
+                    sin[:, start:stop],
+                    attend,
+                    code[:, None],
+                    replacement,
+                    True,
                 )
             )
     return outputs, io
