@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from dspine.common import arrays as core
 from dspine.common.registry import register_device, register_kernel
 from dspine_mlx.arrays import device_name
 
@@ -36,4 +37,11 @@ def register() -> None:
     """Register every MLX version of a core operation; calling it again changes nothing."""
     register_device("mlx", device_name)
     for device in ("cpu", "metal", "cuda"):
-        register_kernel("top_k", namespace="mlx", device=device, function=top_k, name="mlx-two-level", supports=_top_k_pays)
+        register_kernel(
+            core.top_k.__name__,
+            namespace="mlx",
+            device=device,
+            function=top_k,
+            name="mlx-two-level",
+            supports=_top_k_pays,
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from mlx_lm.utils import load_model
 from dspine.common.configs import read_config
 from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.protocols import TargetInfo
+from dspine.common.tokenizer import eos_ids_of_folder
 from dspine_mlx import ops
 from dspine_mlx.arrays import device_name
 from dspine_mlx.targets.families import FAMILIES
 from dspine_mlx.targets.plain import PlainTarget, find_decoder
 
+logger = logging.getLogger("dspine")
 _DTYPES = ("auto", "bfloat16", "float32")
 
 
@@ -27,46 +31,50 @@ def load_target(folder: Path, *, dtype: str = "auto") -> PlainTarget:
     if dtype not in _DTYPES:
         hint = "; float16 is never used: residuals of real models overflow it" if dtype == "float16" else ""
         raise DSpineError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}{hint}")
+    folder = Path(folder)
     read_config(folder)
     try:
-        model, config = load_model(Path(folder), lazy=True)
-        stored = _stored_dtype(model)
-        chosen, note = choose_dtype(dtype, stored)
+        model, config = load_model(folder, lazy=True)
+        chosen, note = choose_dtype(dtype, _stored_dtype(model))
         model.set_dtype(chosen)
         mx.eval(model.parameters())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"{folder}: mlx-lm cannot load this folder ({type(error).__name__}: {text[:300]})") from error
-    return wrap_model(model, config, name=Path(folder).name, notes=[note] if note else [])
+    if note:
+        logger.warning("%s: %s", folder.name, note)
+    return wrap_model(model, config, name=folder.name, eos_token_ids=eos_ids_of_folder(folder), note=note)
 
 
-def wrap_model(model: nn.Module, config: dict[str, Any], *, name: str, notes: list[str] | None = None) -> PlainTarget:
+def wrap_model(
+    model: nn.Module, config: dict[str, Any], *, name: str, eos_token_ids: Iterable[int] = (), note: str = ""
+) -> PlainTarget:
     """A target over a module that `mlx_lm.load` returned together with its config (`return_config=True`)."""
     ops.register()
-    text = {**config, **(config.get("text_config") or {})}
+    facts = {**config, **(config.get("text_config") or {})}
     decoder = find_decoder(model, name)
-    dtype = str(_stored_dtype(model)).rpartition(".")[2]
+    dtype = _short(_stored_dtype(model))
     if dtype == "float16":
-        raise DSpineError(
-            f"{name}: weights are float16, which real residuals overflow; call model.set_dtype(mx.bfloat16) first"
-        )
-    kind = str(text.get("model_type", "unknown"))
-    family = FAMILIES.get(kind, PlainTarget)
-    eos = config.get("eos_token_id", text.get("eos_token_id"))
+        raise DSpineError(f"{name}: weights are float16, which real residuals overflow; set_dtype(mx.bfloat16) first")
+    missing = [key for key in ("model_type", "hidden_size", "max_position_embeddings") if facts.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{name}: config.json has no {', '.join(missing)}; expected a decoder's config")
+    family = FAMILIES.get(facts["model_type"], PlainTarget)
+    module = type(model).__module__.rpartition(".")[2]
     info = TargetInfo(
         name=name,
-        model_type=kind,
+        model_type=facts["model_type"],
         num_layers=len(decoder.layers),
-        hidden_size=int(text["hidden_size"]),
+        hidden_size=int(facts["hidden_size"]),
         vocab_size=_head_rows(model, decoder),
-        context_length=int(text.get("max_position_embeddings") or 32768),
-        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        context_length=int(facts["max_position_embeddings"]),
+        eos_token_ids=frozenset(eos_token_ids),
         dtype=dtype,
         device=device_name(),
-        adapter=f"{family.__name__}: {family.reason}, over mlx_lm.models.{type(model).__module__.rpartition('.')[2]}",
+        adapter=f"{family.__name__} ({family.reason}) over mlx_lm.models.{module}" + (f"; {note}" if note else ""),
         quantization=_quantization(config),
     )
-    target = family(model, info, notes or ())
+    target = family(model, info)
     target.check()
     return target
 

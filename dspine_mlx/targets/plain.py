@@ -28,10 +28,9 @@ class PlainTarget:
 
     reason = "plain decoder"
 
-    def __init__(self, model: nn.Module, info: TargetInfo, notes: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, info: TargetInfo) -> None:
         self.info = info
         self.arrays = MlxArrays()
-        self.notes = list(notes)
         self.model = model
         self.decoder = find_decoder(model, info.name)
         self.layer_ids: tuple[int, ...] = ()
