@@ -172,13 +172,15 @@ class DrafterModel(nn.Module):
         anchor_code: Tensor | None = None,
         replacement: tuple[Tensor, Tensor] | None = None,
         collect: bool = False,
+        inject_with: Callable[..., Tensor] = inject,
     ) -> BlockStates:
         """All layers over the blocks.
 
         embeddings [B, N, R, H] of [anchor, mask, ...]; cos/sin [B or 1, N*R, hd] at the rows' absolute positions;
         `attend(layer, q, k, v)` gets q [B, heads, N*R, hd] and the block's own k, v [B, kv_heads, N*R, hd], returns
         [B, heads, N*R, hd]; anchor_code sqrt(r) C_x0 [B, N, r] (DSpine); replacement (mask [B, N, 1, 1], codes
-        [B, N, M, r]) acts in layers below `replacement_layers`.
+        [B, N, M, r]) acts in layers below `replacement_layers`; `inject_with` stands in for `common.injection.inject` (training
+        has a traceable one).
         """
         h = embeddings
         pre, collected = h, []
@@ -193,7 +195,7 @@ class DrafterModel(nn.Module):
             pre = h = rows.view_as(h)
             if self.injection is not None:
                 replaced = replacement if index < self.config.dspine.replacement_layers else None  # type: ignore[union-attr]
-                h = inject(pre, anchor_code, self.injection.layer(index), replaced)
+                h = inject_with(pre, anchor_code, self.injection.layer(index), replaced)
             if collect:
                 collected.append(h)
         return BlockStates(self.norm(h), pre, collected)

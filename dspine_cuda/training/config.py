@@ -1,0 +1,223 @@
+"""One YAML file plus `section.key=value` overrides -> a validated `TrainConfig`; unknown keys and bad values are one-line errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dspine.common.errors import DSpineError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSection(_Section):
+    """The target and the drafter's shape; a shape left out is the target's own."""
+
+    target: str = "smollm2"  # name, hub id or Hugging Face folder
+    method: Literal["dspine", "dflash"] = "dspine"
+    injection: bool = True  # ablation: false trains a block-causal backbone alone, exported as DFlash with is_causal true
+    num_layers: int = Field(5, ge=1)
+    block_size: int = Field(8, ge=2)  # rows, the anchor included
+    taps: tuple[int, ...] | None = None  # 0-based target layers whose OUTPUT is read; None: spread as DFlash spreads them
+    mask_token_id: int = Field(ge=0)
+    is_causal: bool | None = None  # dflash only: block-causal or not; None is bidirectional (full attention)
+    intermediate_size: int | None = Field(None, ge=1)
+    num_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2)
+    sliding_window: int | None = Field(None, ge=1)
+    sliding_layers: tuple[int, ...] = ()
+    init: Literal["target", "random"] = "target"  # the target's last layers, or N(0, 0.02)
+    transfer_rank: int = Field(256, ge=1)
+    message_size: int = Field(128, ge=1)
+    top_k: int = Field(16, ge=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelSection:
+        if self.method == "dspine" and self.is_causal is False:
+            raise ValueError("is_causal is false, but a DSpine drafter is block-causal; leave it out or use method dflash")
+        if self.sliding_layers and self.sliding_window is None:
+            raise ValueError("sliding_layers needs sliding_window")
+        if any(not 0 <= layer < self.num_layers for layer in self.sliding_layers):
+            raise ValueError(f"sliding_layers must be 0..{self.num_layers - 1}, got {list(self.sliding_layers)}")
+        return self
+
+    @property
+    def injected(self) -> bool:
+        """True where the trained model has the injection (and so the transfer space)."""
+        return self.method == "dspine" and self.injection
+
+
+class DataSection(_Section):
+    """Where conversations come from and how they are packed."""
+
+    path: str  # folder of npz shards, one npz file, or one conversations JSONL file
+    sequence_length: int = Field(512, ge=8)
+    rows_per_step: int = Field(32, ge=1)  # over all ranks and micro-batches
+    num_anchors: int = Field(128, ge=1)  # blocks drawn a row
+    holdout: int = Field(500, ge=0)  # the last conversations of the last shard, kept for evaluation
+    open_rows: int = Field(16, ge=1)  # rows being packed at once: more waste less
+
+
+class LossSection(_Section):
+    """Weights of `algorithms` 1, Training."""
+
+    alpha: float = Field(0.1, ge=0, le=1)  # share of cross-entropy; the rest is l1 to the target's distribution
+    gamma: float = Field(7.0, gt=0)  # w_t = exp(-(t - 1) / gamma)
+    refinement: bool = True  # ablation: false leaves out the refined output
+    mass_threshold: float = Field(1e-4, ge=0, le=1)
+    normalization: Literal["own", "shared"] = "own"
+    alignment: Literal["cosine", "token", "none"] = "cosine"  # layer supervision; `token` is the ablation's cross-entropy
+    alignment_weight: float = Field(0.5, ge=0)  # beta at the end of its warm-up
+    alignment_scale: float = Field(1.0, ge=0)
+    chunk_rows: int = Field(8192, ge=1)  # block rows whose logits exist at one time
+
+
+class ScheduleSection(_Section):
+    """Everything that moves with the global step."""
+
+    max_steps: int = Field(ge=1)
+    warmup_ratio: float = Field(0.04, ge=0, lt=1)
+    beta_warmup_steps: int | None = Field(None, ge=1)  # None: as long as the learning rate's warm-up
+    replacement_probability: float = Field(0.5, ge=0, le=1)
+    replacement_layers: int = Field(3, ge=0)
+    replacement_hold_ratio: float = Field(1 / 6, ge=0, le=1)
+    replacement_end_ratio: float = Field(1 / 3, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ScheduleSection:
+        if self.replacement_end_ratio < self.replacement_hold_ratio:
+            raise ValueError(f"replacement_end_ratio {self.replacement_end_ratio} is before replacement_hold_ratio")
+        return self
+
+
+class OptimizerSection(_Section):
+    """AdamW without weight decay."""
+
+    learning_rate: float = Field(6e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+    micro_batches: int = Field(1, ge=1)  # above 1 a no-gradient pass first makes the global denominators
+
+
+class RunSection(_Section):
+    """Machine, files and rhythm."""
+
+    output_dir: str
+    seed: int = Field(0, ge=0)
+    device: str = "auto"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; master weights are float32
+    attention: Literal["auto", "flex", "sdpa"] = "auto"  # auto: flex on CUDA, a dense mask elsewhere
+    compile: bool | None = None  # None: on CUDA only
+    log_every: int = Field(20, ge=1)
+    checkpoint_every: int = Field(500, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    eval_every: int = Field(500, ge=0)  # 0: only at the end
+    eval_conversations: int = Field(256, ge=1)
+    eval_stride: int = Field(24, ge=1)  # an anchor every so many positions
+    time_limit_minutes: float | None = Field(None, gt=0)
+    stop_after: int | None = Field(None, ge=1)  # stop (with a checkpoint) after this step; the schedules do not notice
+    export_bits: Literal[4, 8] | None = None  # also write an affine-quantised copy, group 64
+    progress: bool = True
+
+
+class TrainConfig(_Section):
+    """The whole run."""
+
+    model: ModelSection
+    data: DataSection
+    loss: LossSection = LossSection()
+    schedule: ScheduleSection
+    optimizer: OptimizerSection = OptimizerSection()
+    run: RunSection
+
+    @model_validator(mode="after")
+    def _divides(self) -> TrainConfig:
+        if self.data.rows_per_step % self.optimizer.micro_batches:
+            raise ValueError(
+                f"data.rows_per_step {self.data.rows_per_step} does not divide into optimizer.micro_batches "
+                f"{self.optimizer.micro_batches}"
+            )
+        return self
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must not change between a run and its resumption (files, machine and rhythm may)."""
+        content = self.model_dump(mode="json", exclude={"run"})
+        content["data"].pop("path")
+        content["seed"] = self.run.seed
+        return content
+
+
+def load_train_config(path: Path | str | None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read `path` (YAML; None: overrides only) and apply `section.key=value` overrides, values read as YAML."""
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError) as error:
+            raise DSpineError(f"cannot read the training config {path}: {error}") from error
+        except yaml.YAMLError as error:
+            raise DSpineError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(data, dict):
+            raise DSpineError(f"{path}: expected sections (model, data, schedule, run, ...), got {type(data).__name__}")
+    for override in overrides:
+        _apply(data, override)
+    return parse_train_config(data, str(path or "overrides"))
+
+
+def parse_train_config(data: dict[str, Any], where: str = "config") -> TrainConfig:
+    """Validate a nested dictionary; every problem in one line."""
+    try:
+        return TrainConfig.model_validate(data)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            name = ".".join(str(part) for part in item["loc"]) or "config"
+            if item["type"] == "extra_forbidden":
+                problems.append(f"unknown key {name}{_known(item['loc'])}")
+            elif item["type"] == "missing":
+                problems.append(f"{name} is missing")
+            else:
+                problems.append(f"{name}: {item['msg'].removeprefix('Value error, ')} (got {_short(item['input'])})")
+        raise DSpineError(f"{where}: {'; '.join(problems)}") from None
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.partition(".")
+    if not equals or not dot or not key or "." in key:
+        raise DSpineError(f"override {override!r}: expected section.key=value, e.g. schedule.max_steps=2000")
+    holder = data.setdefault(section, {})
+    if not isinstance(holder, dict):
+        raise DSpineError(f"override {override!r}: {section} is not a section")
+    try:
+        holder[key] = yaml.safe_load(_number(text))
+    except yaml.YAMLError as error:
+        raise DSpineError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _number(text: str) -> str:
+    """YAML 1.1 reads `2e-3` as a string: spell it as YAML wants it."""
+    head, e, tail = text.lower().partition("e")
+    return f"{head}.0e{tail}" if e and head.lstrip("+-").isdigit() and tail.lstrip("+-").isdigit() else text
+
+
+def _known(location: tuple[int | str, ...]) -> str:
+    if len(location) == 1:
+        return f" (sections: {', '.join(TrainConfig.model_fields)})"
+    section = TrainConfig.model_fields.get(str(location[0]))
+    fields = getattr(section.annotation, "model_fields", {}) if section else {}
+    return f" (known: {', '.join(fields)})"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,208 @@
+"""Conversations as token ids, and how they are packed into rows.
+
+Two sources: npz shards (`tokens`, `lengths`, `prompt_lengths`, `greedy`) and conversations JSONL (the target's chat
+template; assistant turns are supervised). Order is a function of (seed, epoch) alone, so a position in the stream is two
+integers and a resumed run sees the very same rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspine.common.errors import DSpineError
+from dspine_cuda.training.masks import NO_DOCUMENT
+
+_SHARD_KEYS = ("tokens", "lengths", "prompt_lengths")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """tokens int [T]; supervised bool [T]: the target wrote this token; greedy: the answer is the target's own argmax."""
+
+    tokens: np.ndarray
+    supervised: np.ndarray
+    greedy: bool = False
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first supervised one."""
+        return int(np.argmax(self.supervised)) if self.supervised.any() else len(self.tokens)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows [B, S]: tokens int64 (0 on padding), documents int64 (NO_DOCUMENT on padding), positions int64 (restart at 0
+    in every document), supervised bool."""
+
+    tokens: np.ndarray
+    documents: np.ndarray
+    positions: np.ndarray
+    supervised: np.ndarray
+
+
+def load_conversations(path: Path | str, tokenizer: Callable[[], Any] | None = None) -> list[Conversation]:
+    """Every conversation under `path`: a folder of npz shards (in name order), one shard, or one JSONL file.
+
+    `tokenizer` makes the target's Hugging Face tokenizer; it is called for JSONL only.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(path.glob("*.npz"))
+        if not files:
+            raise DSpineError(f"data.path {path}: no npz shards there; expected *.npz or one conversations .jsonl file")
+    elif path.suffix in (".npz", ".jsonl") and path.is_file():
+        files = [path]
+    else:
+        raise DSpineError(f"data.path {path}: expected a folder of npz shards, an .npz or a .jsonl file")
+    if files[0].suffix == ".jsonl":
+        if tokenizer is None:
+            raise DSpineError(f"data.path {path}: conversations need the target's tokenizer")
+        return _read_jsonl(files[0], tokenizer())
+    return [conversation for file in files for conversation in _read_shard(file)]
+
+
+def _read_shard(path: Path) -> list[Conversation]:
+    try:
+        with np.load(path) as shard:
+            arrays = {name: shard[name] for name in shard.files}
+    except (OSError, ValueError) as error:
+        raise DSpineError(f"{path}: not a readable npz shard ({error})") from error
+    missing = [name for name in _SHARD_KEYS if name not in arrays]
+    if missing:
+        raise DSpineError(f"{path}: shard lacks {', '.join(missing)}; expected {', '.join(_SHARD_KEYS)} and greedy")
+    tokens, lengths, prompts = (arrays[name] for name in _SHARD_KEYS)
+    if int(lengths.sum()) != len(tokens) or len(prompts) != len(lengths):
+        raise DSpineError(f"{path}: lengths add up to {int(lengths.sum())} tokens, the shard holds {len(tokens)}")
+    greedy = arrays.get("greedy", np.zeros(len(lengths), dtype=bool))
+    ends = np.cumsum(lengths)
+    return [
+        Conversation(tokens[end - length : end], np.arange(length) >= prompt, bool(is_greedy))
+        for end, length, prompt, is_greedy in zip(ends, lengths, prompts, greedy, strict=True)
+    ]
+
+
+def _read_jsonl(path: Path, tokenizer: Any) -> list[Conversation]:
+    conversations = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DSpineError(f"{where}: not valid JSON ({error})") from error
+        messages = row.get("conversations") or row.get("messages") if isinstance(row, dict) else None
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages):
+            raise DSpineError(f"{where}: expected {{'conversations': [{{'role': ..., 'content': ...}}, ...]}}")
+        conversations.append(tokenize_conversation(messages, tokenizer, where, bool(row.get("greedy", False))))
+    if not conversations:
+        raise DSpineError(f"{path}: no conversations in the file")
+    return conversations
+
+
+def tokenize_conversation(messages: list[dict[str, str]], tokenizer: Any, where: str, greedy: bool = False) -> Conversation:
+    """Chat template over the whole conversation; every assistant turn (its end token included) is supervised."""
+
+    def render(count: int, prompt: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    ids = render(len(messages), False)
+    supervised = np.zeros(len(ids), dtype=bool)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = render(index, True), render(index + 1, False)
+        if ids[: len(before)] != before or ids[: len(after)] != after:
+            raise DSpineError(f"{where}: the chat template does not render turn {index + 1} as a prefix; split the conversation there")
+        supervised[len(before) : len(after)] = True
+    return Conversation(np.asarray(ids), supervised, greedy)
+
+
+def split_holdout(conversations: list[Conversation], holdout: int) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, held out): the last `holdout` conversations are never trained on."""
+    if holdout >= len(conversations):
+        raise DSpineError(f"data.holdout is {holdout}, but there are only {len(conversations)} conversations")
+    cut = len(conversations) - holdout
+    return conversations[:cut], conversations[cut:]
+
+
+def pack_epoch(lengths: np.ndarray, sequence_length: int, open_rows: int, rng: np.random.Generator) -> list[list[int]]:
+    """Conversations (by index, shuffled) packed into rows: each goes to the fullest open row with room; when none has
+    room and `open_rows` are open, the fullest is closed. Longer conversations count as `sequence_length` (cut later)."""
+    rows: list[list[int]] = []
+    open_: list[tuple[int, list[int]]] = []  # (free tokens, members)
+    for index in rng.permutation(len(lengths)):
+        need = min(int(lengths[index]), sequence_length)
+        fitting = [slot for slot, (free, _) in enumerate(open_) if free >= need]
+        if fitting:
+            slot = min(fitting, key=lambda s: open_[s][0])
+            free, members = open_[slot]
+            members.append(int(index))
+            open_[slot] = (free - need, members)
+            continue
+        if len(open_) == open_rows:
+            rows.append(open_.pop(min(range(len(open_)), key=lambda s: open_[s][0]))[1])
+        open_.append((sequence_length - need, [int(index)]))
+    return rows + [members for _, members in open_]
+
+
+class RowStream:
+    """Endless packed rows. `position` = (epoch, next row) is all of its state."""
+
+    def __init__(
+        self, conversations: list[Conversation], sequence_length: int, open_rows: int, seed: int, position: tuple[int, int] = (0, 0)
+    ) -> None:
+        usable = [c for c in conversations if _trainable(c, sequence_length)]
+        if not usable:
+            raise DSpineError(f"no conversation has two supervised tokens in a row within {sequence_length} tokens")
+        self.conversations, self.sequence_length = usable, sequence_length
+        self._open_rows, self._seed = open_rows, seed
+        self._lengths = np.array([len(c.tokens) for c in usable])
+        self.position = position
+        self._epoch, self._rows = -1, []  # type: tuple[int, list[list[int]]]
+
+    def take(self, count: int) -> PackedRows:
+        """The next `count` rows."""
+        return self._fill([next(self._members()) for _ in range(count)])
+
+    def _members(self) -> Iterator[list[int]]:
+        while True:
+            epoch, row = self.position
+            if epoch != self._epoch:
+                rng = np.random.default_rng([self._seed, epoch])
+                self._epoch = epoch
+                self._rows = pack_epoch(self._lengths, self.sequence_length, self._open_rows, rng)
+            if row < len(self._rows):
+                self.position = (epoch, row + 1)
+                yield self._rows[row]
+            else:
+                self.position = (epoch + 1, 0)
+
+    def _fill(self, rows: list[list[int]]) -> PackedRows:
+        shape = (len(rows), self.sequence_length)
+        tokens, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        documents, supervised = np.full(shape, NO_DOCUMENT, dtype=np.int64), np.zeros(shape, dtype=bool)
+        for r, members in enumerate(rows):
+            start = 0
+            for document, index in enumerate(members):
+                conversation = self.conversations[index]
+                count = min(len(conversation.tokens), self.sequence_length - start)
+                place = slice(start, start + count)
+                tokens[r, place] = conversation.tokens[:count]
+                documents[r, place] = document
+                positions[r, place] = np.arange(count)
+                supervised[r, place] = conversation.supervised[:count]
+                start += count
+        return PackedRows(tokens, documents, positions, supervised)
+
+
+def _trainable(conversation: Conversation, sequence_length: int) -> bool:
+    mask = conversation.supervised[:sequence_length]
+    return bool((mask[:-1] & mask[1:]).any())

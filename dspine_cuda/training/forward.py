@@ -1,0 +1,153 @@
+"""The drafter's training forward: many blocks of a packed row in one pass, on the modules of `dspine_cuda.drafter`.
+
+Injection and refinement are spelled here in plain torch: same equations as `common.injection` (a test compares them),
+but traceable by torch.compile, never dispatched to an inference kernel without gradients, and with finite gradients at
+zero (the derivative of a plain norm is not defined there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspine.common.injection import InjectionWeights
+from dspine.common.masks import MaskRule
+from dspine_cuda.drafter import BlockStates, DrafterModel
+from dspine_cuda.training.batches import Batch
+from dspine_cuda.training.masks import FlexMasks, dense_mask, used_context
+
+Attention = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+
+
+def safe_unit(x: Tensor) -> Tensor:
+    """x / |x| over the last axis in at least float32; zero stays zero, with a finite gradient."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    square = (wide * wide).sum(dim=-1, keepdim=True)
+    return wide * torch.rsqrt(torch.where(square > 0, square, 1.0))
+
+
+def readout_unit(hidden: Tensor, weight: Tensor) -> Tensor:
+    """normalize(R u), at least float32: [..., H], [r, H] -> [..., r]."""
+    return safe_unit(F.linear(hidden, weight))
+
+
+def readout(hidden: Tensor, weight: Tensor) -> Tensor:
+    """z = sqrt(r) normalize(R u), in the dtype of `hidden`."""
+    return (readout_unit(hidden, weight) * weight.shape[0] ** 0.5).to(hidden.dtype)
+
+
+def write_back(hidden: Tensor, receiver: Tensor, predecessor: Tensor, weights: InjectionWeights) -> Tensor:
+    """h = u + RMS(u) W (g * m)."""
+    gate = F.linear(receiver, weights.receiver_gate, weights.bias) + F.linear(predecessor, weights.predecessor_gate)
+    gated = torch.sigmoid(gate) * F.linear(predecessor, weights.message)
+    wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+    square = (wide * wide).mean(dim=-1, keepdim=True)
+    rms = torch.where(square > 0, torch.sqrt(torch.where(square > 0, square, 1.0)), 0.0).to(hidden.dtype)
+    return hidden + rms * F.linear(gated, weights.write)
+
+
+def inject_rows(
+    hidden: Tensor, anchor_code: Tensor, weights: InjectionWeights, replacement: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """`common.injection.inject` in torch: hidden [B, N, 1+M, H], anchor_code [B, N, r]."""
+    z = readout(hidden[..., 1:, :], weights.readout)
+    predecessor = torch.cat([anchor_code.to(hidden.dtype).unsqueeze(-2), z[..., :-1, :]], dim=-2)
+    if replacement is not None:
+        mask, codes = replacement
+        predecessor = torch.where(mask, codes.to(hidden.dtype), predecessor)
+    return torch.cat([hidden[..., :1, :], write_back(hidden[..., 1:, :], z, predecessor, weights)], dim=-2)
+
+
+def refine_rows(model: DrafterModel, pre_injection: Tensor, predecessor_code: Tensor) -> Tensor:
+    """norm(write(u_L; correct predecessor)): [B, N, M, H], [B, N, M, r] -> [B, N, M, H]."""
+    weights = model.injection.layer(model.config.num_layers - 1)  # type: ignore[union-attr]
+    receiver = readout(pre_injection, weights.readout)
+    return model.norm(write_back(pre_injection, receiver, predecessor_code.to(pre_injection.dtype), weights))
+
+
+def codes_of(model: DrafterModel, tokens: Tensor) -> Tensor:
+    """sqrt(r) C_x: int [...] -> [..., r]."""
+    return model.transfer_codes[tokens] * model.transfer_codes.shape[1] ** 0.5
+
+
+def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Dense boolean mask."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def flex_attention_compiled() -> Attention:
+    """flex_attention under torch.compile, one fixed shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        return compiled(query, key, value, block_mask=mask, enable_gqa=True)
+
+    return attention
+
+
+class MaskBuilder:
+    """Masks of a batch, one for every distinct rule: dense, or flex BlockMasks over buffers that are kept."""
+
+    def __init__(self, rules: tuple[MaskRule, ...], kind: str) -> None:
+        self.rules, self.kind = rules, kind
+        self._flex: FlexMasks | None = None
+
+    def __call__(self, batch: Batch) -> list[Any]:
+        """The mask of every layer."""
+        layout = batch.layout
+        if self.kind == "flex":
+            if self._flex is None or self._flex.shape != tuple(layout.anchors.shape):
+                self._flex = FlexMasks(self.rules, layout)
+            masks = self._flex.update(layout)
+        else:
+            masks = {rule: dense_mask(rule, layout) for rule in dict.fromkeys(self.rules)}
+        return [masks[rule] for rule in self.rules]
+
+
+def block_states(
+    model: DrafterModel,
+    batch: Batch,
+    features: Tensor,
+    embedding: Tensor,
+    masks: list[Any],
+    attention: Attention,
+    rope: tuple[Tensor, Tensor],
+    replaced: bool,
+) -> BlockStates:
+    """All blocks of a packed batch.
+
+    features [B, S, F]: context features (row-major with tokens); embedding [V, H]; masks: one a layer; rope: cos and sin
+    [P, hd]; replaced: whether the curriculum is active at all. Returns states [B, N, R, H], every layer collected.
+    """
+    config = model.config
+    used = used_context(batch.layout).unsqueeze(-1)  # a feature no block may see must not reach it, not even as 0 * NaN
+    context = model.context(torch.where(used, features, 0).to(model.fc.weight.dtype))
+    cos, sin = rope
+    context_cos, context_sin = cos[batch.positions], sin[batch.positions]
+    block_cos, block_sin = cos[batch.block_positions], sin[batch.block_positions]
+    mask_ids = torch.full_like(batch.labels, config.mask_token_id)
+    ids = torch.cat([batch.anchor_tokens.unsqueeze(-1), mask_ids], dim=-1)
+
+    def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        context_key, context_value = model.layers[index].self_attn.key_value(context, context_cos, context_sin)
+        keys, values = torch.cat([context_key, key], dim=2), torch.cat([context_value, value], dim=2)
+        return attention(query, keys, values, masks[index])
+
+    anchor_code, replacement = None, None
+    if model.injection is not None:
+        anchor_code = codes_of(model, batch.anchor_tokens)
+        if replaced:
+            replacement = (batch.replace[:, :, None, None], codes_of(model, predecessors(batch)))
+    embeddings = embedding[ids].to(model.fc.weight.dtype)
+    return model.forward_block(embeddings, block_cos, block_sin, attend, anchor_code, replacement, True, inject_rows)
+
+
+def predecessors(batch: Batch) -> Tensor:
+    """The correct token before every label: [anchor, y_1, ..., y_{M-1}], int [B, N, M]."""
+    return torch.cat([batch.anchor_tokens.unsqueeze(-1), batch.labels[..., :-1]], dim=-1)

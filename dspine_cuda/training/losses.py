@@ -1,0 +1,302 @@
+"""Training losses (`algorithms` 1, Training): two outputs against the target's distribution, and layer supervision.
+
+Vocabulary losses never hold the logits of all rows: rows go in chunks, and each chunk's gradient with respect to its
+hidden states is made inside the forward (the head is frozen, so nothing else needs one). Sums come out undivided; `combine`
+divides by GLOBAL denominators, so any split over micro-batches or ranks gives one and the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspine_cuda.training.config import LossSection
+
+GROUP = 64  # vocabulary entries a group in the two-stage top-k
+
+
+def chunk_slices(rows: int, limit: int) -> list[slice]:
+    """At most `limit` rows a chunk, equal chunks where a divisor is near (one compiled shape), else a shorter last one."""
+    count = max(1, -(-rows // limit))
+    for equal in range(count, min(4 * count, rows) + 1):
+        if rows % equal == 0:
+            count = equal
+            break
+    size = max(1, -(-rows // count))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def top_candidates(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest logits, descending: [rows, V] -> int [rows, count].
+
+    Two stages: the top entries lie in the `count` groups with the largest maxima, so only those are sorted.
+    """
+    rows, vocab = logits.shape
+    groups = vocab // GROUP
+    if vocab % GROUP or groups < 4 * count:
+        return logits.topk(count, dim=-1).indices
+    grouped = logits.view(rows, groups, GROUP)
+    best = grouped.amax(dim=-1).topk(count, dim=-1).indices
+    inside = grouped.gather(1, best.unsqueeze(-1).expand(-1, -1, GROUP)).flatten(1).topk(count, dim=-1).indices
+    return best.gather(1, inside // GROUP) * GROUP + inside % GROUP
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def vocabulary_chunk(
+    hidden: Tensor, teacher: Tensor, head: Tensor, labels: Tensor, weights: Tensor, alpha: float, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One chunk of the backbone output's loss w [alpha CE + (1 - alpha) |q - p|_1].
+
+    hidden, teacher [rows, H] (final-normed); head [V, H]; labels int [rows]; weights [rows]. Returns row CE, row l1
+    (unweighted), the gradient [rows, H] of the weighted sum, the top `count` ids, the teacher's probability of each.
+    With z the logits and s = sign(q - p): d CE = q - onehot, d l1 = q (s - <q, s>).
+    """
+    logits = hidden @ head.T
+    z = _wide(logits)
+    normalizer = torch.logsumexp(z, dim=-1, keepdim=True)
+    q = torch.exp(z - normalizer)
+    teacher_z = _wide(teacher @ head.T)
+    teacher_normalizer = torch.logsumexp(teacher_z, dim=-1, keepdim=True)
+    difference = q - torch.exp(teacher_z - teacher_normalizer)
+    sign = torch.sign(difference)
+    l1 = difference.abs().sum(dim=-1)
+    inner = (q * sign).sum(dim=-1, keepdim=True)
+    ce = (normalizer - z.gather(1, labels.unsqueeze(1))).squeeze(1)
+    onehot = torch.arange(head.shape[0], device=head.device).unsqueeze(0) == labels.unsqueeze(1)
+    slope = alpha * (q - onehot.to(q.dtype)) + (1.0 - alpha) * q * (sign - inner)
+    gradient = (weights.unsqueeze(1) * slope).to(hidden.dtype) @ head
+    candidates = top_candidates(logits, count)
+    mass = torch.exp(teacher_z.gather(1, candidates) - teacher_normalizer)
+    return ce, l1, gradient, candidates, mass
+
+
+def token_chunk(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain cross-entropy of one chunk: row CE and the gradient of the weighted sum."""
+    z = _wide(hidden @ head.T)
+    normalizer = torch.logsumexp(z, dim=-1, keepdim=True)
+    ce = (normalizer - z.gather(1, labels.unsqueeze(1))).squeeze(1)
+    onehot = torch.arange(head.shape[0], device=head.device).unsqueeze(0) == labels.unsqueeze(1)
+    slope = torch.exp(z - normalizer) - onehot.to(z.dtype)
+    return ce, (weights.unsqueeze(1) * slope).to(hidden.dtype) @ head
+
+
+def refined_chunk(
+    refined: Tensor, rows: Tensor, candidates: Tensor, mass: Tensor, labels: Tensor, weights: Tensor, threshold: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One chunk of the refined output's losses over the K candidates.
+
+    refined [rows, H], rows (LM-head rows) [rows, K, H], candidates int, mass (teacher's probabilities) [rows, K]. Returns
+    row CE (0 where the label is no candidate), row l1 (0 where the candidates hold at most `threshold`), the two
+    weighted gradients [rows, H], and the two row indicators.
+    """
+    wide_rows = _wide(rows)
+    scores = (_wide(refined).unsqueeze(1) * wide_rows).sum(dim=-1)
+    log_q = torch.log_softmax(scores, dim=-1)
+    q = log_q.exp()
+    hit = (candidates == labels.unsqueeze(1)).to(q.dtype)
+    covered = hit.sum(dim=-1)
+    total = mass.sum(dim=-1, keepdim=True)
+    heavy = (total > threshold).to(q.dtype).squeeze(1)
+    difference = q - mass / torch.where(total > 0, total, 1.0)
+    sign = torch.sign(difference)
+    ce = -(log_q * hit).sum(dim=-1)
+    l1 = difference.abs().sum(dim=-1) * heavy
+    ce_slope = (weights * covered).unsqueeze(1) * (q - hit)
+    l1_slope = (weights * heavy).unsqueeze(1) * q * (sign - (q * sign).sum(dim=-1, keepdim=True))
+    ce_gradient = (ce_slope.unsqueeze(-1) * wide_rows).sum(dim=1).to(refined.dtype)
+    l1_gradient = (l1_slope.unsqueeze(-1) * wide_rows).sum(dim=1).to(refined.dtype)
+    return ce, l1, ce_gradient, l1_gradient, covered, heavy
+
+
+@dataclass(frozen=True)
+class ChunkKernels:
+    """The three chunk functions, compiled or not, and the chunk size."""
+
+    chunk_rows: int
+    vocabulary: Callable[..., tuple[Tensor, ...]] = vocabulary_chunk
+    refined: Callable[..., tuple[Tensor, ...]] = refined_chunk
+    token: Callable[..., tuple[Tensor, ...]] = token_chunk
+
+    def compiled(self) -> ChunkKernels:
+        """The same under torch.compile."""
+        functions = (torch.compile(f, dynamic=False) for f in (self.vocabulary, self.refined, self.token))
+        return ChunkKernels(self.chunk_rows, *functions)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Sum of w [alpha CE + (1 - alpha) l1]; see `vocabulary_chunk`."""
+
+    @staticmethod
+    def forward(ctx, hidden, teacher, head, labels, weights, alpha, count, kernels):  # noqa: ANN001, ANN205
+        parts = [
+            kernels.vocabulary(hidden[rows], teacher[rows], head, labels[rows], weights[rows], alpha, count)
+            for rows in chunk_slices(hidden.shape[0], kernels.chunk_rows)
+        ]
+        ce, l1, gradient, candidates, mass = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(ce, l1, candidates, mass)
+        return (weights * (alpha * ce + (1.0 - alpha) * l1)).sum(), ce, l1, candidates, mass
+
+    @staticmethod
+    def backward(ctx, grad, *_):  # noqa: ANN001, ANN205
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), *[None] * 7
+
+
+class _TokenLoss(torch.autograd.Function):
+    """Sum of w CE; see `token_chunk`."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, weights, kernels):  # noqa: ANN001, ANN205
+        parts = [
+            kernels.token(hidden[rows], head, labels[rows], weights[rows])
+            for rows in chunk_slices(hidden.shape[0], kernels.chunk_rows)
+        ]
+        ce, gradient = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(gradient)
+        return (weights * ce).sum()
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001, ANN205
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None, None, None
+
+
+class _RefinedLoss(torch.autograd.Function):
+    """Sums of w CE and of w l1 over the candidates, apart, because their denominators differ; see `refined_chunk`."""
+
+    @staticmethod
+    def forward(ctx, refined, head, candidates, mass, labels, weights, threshold, kernels):  # noqa: ANN001, ANN205
+        parts = []
+        for r in chunk_slices(refined.shape[0], kernels.chunk_rows):
+            rows = head[candidates[r]]
+            parts.append(kernels.refined(refined[r], rows, candidates[r], mass[r], labels[r], weights[r], threshold))
+        ce, l1, ce_gradient, l1_gradient, covered, heavy = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(ce_gradient, l1_gradient)
+        ctx.mark_non_differentiable(ce, l1, covered, heavy)
+        return (weights * ce).sum(), (weights * l1).sum(), ce, l1, covered, heavy
+
+    @staticmethod
+    def backward(ctx, grad_ce, grad_l1, *_):  # noqa: ANN001, ANN205
+        ce_gradient, l1_gradient = ctx.saved_tensors
+        gradient = ce_gradient * grad_ce.to(ce_gradient.dtype) + l1_gradient * grad_l1.to(l1_gradient.dtype)
+        return gradient, *[None] * 7
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Undivided weighted sums of one share of the batch (scalars; `main`, `refined_*`, `alignment` carry gradients).
+
+    weight: sum of w; covered: sum of w over rows whose label is a candidate; heavy: over rows whose candidates hold
+    enough of the target's mass. `rows`: per-row terms, for tests and metrics.
+    """
+
+    main: Tensor
+    ce: Tensor
+    l1: Tensor
+    refined_ce: Tensor
+    refined_l1: Tensor
+    alignment: Tensor
+    weight: Tensor
+    covered: Tensor
+    heavy: Tensor
+    rows: dict[str, Tensor]
+
+    NAMES = ("ce", "l1", "refined_ce", "refined_l1", "alignment", "weight", "covered", "heavy")
+
+    def totals(self) -> Tensor:
+        """The detached sums in the order of NAMES, float32 [8]: what is added over micro-batches and ranks."""
+        return torch.stack([getattr(self, name).detach().float() for name in self.NAMES])
+
+
+def loss_sums(
+    hidden: Tensor,
+    teacher: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    refined: Tensor | None,
+    alignment: Tensor | None,
+    settings: LossSection,
+    kernels: ChunkKernels,
+    top_k: int,
+) -> LossSums:
+    """All terms over flat rows: hidden, teacher [rows, H]; labels, weights [rows]; refined [rows, H] or None; alignment:
+    its weighted sum (a scalar with gradient) or None."""
+    zero = torch.zeros((), dtype=_wide(hidden[:0]).dtype, device=hidden.device)
+    main, ce, l1, candidates, mass = _VocabularyLoss.apply(
+        hidden, teacher, head, labels, weights, settings.alpha, top_k, kernels
+    )
+    rows = {"ce": ce, "l1": l1, "candidates": candidates, "candidate_mass": mass.sum(dim=-1)}
+    refined_ce = refined_l1 = covered = heavy = zero
+    if refined is not None:
+        refined_ce, refined_l1, row_ce, row_l1, is_covered, is_heavy = _RefinedLoss.apply(
+            refined, head, candidates, mass, labels, weights, settings.mass_threshold, kernels
+        )
+        covered, heavy = (weights * is_covered).sum(), (weights * is_heavy).sum()
+        rows |= {"refined_ce": row_ce, "refined_l1": row_l1, "covered": is_covered}
+    return LossSums(
+        main=main,
+        ce=(weights * ce).sum(),
+        l1=(weights * l1).sum(),
+        refined_ce=refined_ce,
+        refined_l1=refined_l1,
+        alignment=zero if alignment is None else alignment,
+        weight=weights.sum(),
+        covered=covered,
+        heavy=heavy,
+        rows=rows,
+    )
+
+
+def token_alignment(layers: list[Tensor], head: Tensor, labels: Tensor, weights: Tensor, kernels: ChunkKernels) -> Tensor:
+    """The ablation's layer supervision: sum over layers of w CE of the layer's own token output; layers [rows, H], final-normed."""
+    return torch.stack([_TokenLoss.apply(layer, head, labels, weights, kernels) for layer in layers]).sum()
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Factors on the sums, from global totals: main on CE and l1, refined ones apart, mean CE for lambda."""
+
+    main: Tensor
+    refined_ce: Tensor
+    refined_l1: Tensor
+    mean_ce: Tensor
+
+
+def denominators(totals: Tensor, normalization: str) -> Denominators:
+    """`own`: refined CE and l1 by their own weighted counts (no such row: 0), the rest by the sum of w. `shared`: all by
+    max(sum of w, 1), as SpecForge's first code."""
+    named = dict(zip(LossSums.NAMES, totals.unbind(), strict=True))
+    if normalization == "shared":
+        factor = 1.0 / named["weight"].clamp(min=1.0)
+        return Denominators(factor, factor, factor, named["ce"] * factor)
+    main, covered, heavy = (
+        torch.where(named[name] > 0, 1.0 / torch.where(named[name] > 0, named[name], 1.0), 0.0)
+        for name in ("weight", "covered", "heavy")
+    )
+    return Denominators(main, covered, heavy, named["ce"] * main)
+
+
+def combine(sums: LossSums, totals: Tensor, settings: LossSection, beta: Tensor | float) -> Tensor:
+    """This share's part of the loss: parts of all shares add up to the loss of the whole batch.
+
+    lambda = beta * alignment_scale * stop_grad(mean CE of the backbone output).
+    """
+    factors = denominators(totals, settings.normalization)
+    refined = settings.alpha * factors.refined_ce * sums.refined_ce + (1.0 - settings.alpha) * factors.refined_l1 * sums.refined_l1
+    strength = beta * settings.alignment_scale * factors.mean_ce
+    return factors.main * sums.main + refined + strength * factors.main * sums.alignment
+
+
+def cosine_alignment(units: list[Tensor], codes: Tensor, weights: Tensor) -> Tensor:
+    """Sum over layers and rows of w [1 - cos(f_l(h_l), C_y)]: units (unit vectors) and codes [..., r], weights [...]."""
+    wide = F.normalize(_wide(codes), dim=-1)
+    return torch.stack([(weights * (1.0 - (unit * wide).sum(dim=-1))).sum() for unit in units]).sum()
