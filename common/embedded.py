@@ -119,13 +119,15 @@ def _whole(folder: Path) -> bool:
     if not all((folder / name).is_file() for name in FILES):
         return False
     weights = folder / "model.safetensors"
+    size = weights.stat().st_size
     with weights.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        if length > weights.stat().st_size:
-            return False
-        header = json.loads(handle.read(length))
-    end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-    return weights.stat().st_size == 8 + length + end
+        header = handle.read(length) if length < size else b""
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        return size == 8 + length + max(entry["data_offsets"][1] for entry in entries)
+    except (ValueError, KeyError, TypeError, AttributeError):  # a damaged header, of whatever shape
+        return False
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

@@ -22,6 +22,7 @@ class Tokenizer:
     backend: Any  # transformers.PreTrainedTokenizerBase
     folder: Path
     stop_ids: frozenset[int]
+    special_ids: frozenset[int] = frozenset()  # tokens that `decode` leaves out
 
     @property
     def has_chat_template(self) -> bool:
@@ -50,7 +51,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {_first_line(error)}") from error
     own = _id_set(backend.eos_token_id, "the tokenizer's eos_token_id")
-    return Tokenizer(backend, folder, frozenset(own | eos_ids_of_folder(folder)))
+    special = frozenset(token for token, added in backend.added_tokens_decoder.items() if added.special)
+    return Tokenizer(backend, folder, frozenset(own | eos_ids_of_folder(folder)), special)
 
 
 def eos_ids_of_folder(folder: Path) -> frozenset[int]:
@@ -205,7 +207,9 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """The text that became certain with this token; often empty."""
         self._tokens.append(token)
-        return "" if self._tokenizer.is_byte_token(token) else self._emit(final=False)
+        if token in self._tokenizer.special_ids or self._tokenizer.is_byte_token(token):
+            return ""  # a special token adds nothing, and the byte run before it may go on after it
+        return self._emit(final=False)
 
     def flush(self) -> str:
         """What was held back. Bytes that never became a character come out as U+FFFD, as in a full decoding."""
