@@ -1,0 +1,41 @@
+"""Torch versions of core operations. `register()` is called once, when the runtime is first used."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dspine.common import arrays
+from dspine.common.registry import register_device, register_kernel
+
+_LOW_WORD = 0xFFFFFFFF
+_KEYED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """x [..., V] -> (values [..., k], ids int64 [..., k]), descending, of equal values the lower id first.
+
+    `torch.topk` leaves the order of ties open, and bfloat16 logits tie often. So it runs over int64 keys that hold the
+    value in the high word (the bits of a float32, made monotone) and the inverted id in the low word: no two are equal.
+    """
+    # + 0.0 turns -0.0 into 0.0: they are equal as numbers, but not as bits
+    bits = (x.to(torch.float32) + 0.0).view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    ids = torch.arange(x.shape[-1], device=x.device)
+    keys = torch.topk((ordered << 32) | (_LOW_WORD - ids), k, dim=-1).values
+    picks = _LOW_WORD - (keys & _LOW_WORD)
+    return x.gather(-1, picks), picks
+
+
+def _supports_top_k(x: Tensor, k: int) -> bool:
+    return x.dtype in _KEYED and 0 < k <= x.shape[-1]
+
+
+def register() -> None:
+    """Tell the core about torch's devices and kernels (idempotent)."""
+    register_device("torch", lambda array: array.device.type)
+    for device in ("cpu", "cuda"):
+        name = arrays.top_k.__name__
+        register_kernel(
+            name, namespace="torch", device=device, function=top_k, name="torch.topk over keys", supports=_supports_top_k
+        )

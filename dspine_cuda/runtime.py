@@ -1,0 +1,54 @@
+"""The torch runtime behind the entry point `dspine.runtimes`: importable without torch, which it looks for when asked."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from dspine.common.errors import BackendError
+from dspine.common.protocols import Availability, Drafter, Target
+
+INSTALL = 'pip install "dspine[cuda]"'
+
+
+class TorchRuntime:
+    """`protocols.Runtime` for CUDA and the CPU."""
+
+    name = "torch"
+
+    def availability(self) -> Availability:
+        """Whether torch is there and which devices it drives; a torch that is installed but broken says so."""
+        if importlib.util.find_spec("torch") is None:
+            return Availability(False, "torch is not installed", install=INSTALL)
+        try:
+            import torch
+        except (ImportError, OSError) as error:  # a broken install: missing libraries
+            return Availability(False, f"torch is installed but does not import ({error})", install=INSTALL)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = (*(f"cuda:{index}" for index in range(count)), "cpu")
+        found = f"CUDA: {torch.cuda.get_device_name(0)}" if count else "no CUDA device, runs on the CPU"
+        return Availability(True, f"torch {torch.__version__}, {found}", devices, INSTALL)
+
+    def load_target(self, folder: Path, *, device: str = "auto", dtype: str = "auto") -> Target:
+        """A Hugging Face folder as a target. device: auto, cpu, cuda, cuda:N; dtype: auto, bfloat16, float32, float16."""
+        self._require()
+        from dspine_cuda import ops
+        from dspine_cuda.targets.load import load_target
+
+        ops.register()
+        return load_target(Path(folder), device=device, dtype=dtype)
+
+    def load_drafter(self, folder: Path, target: Target) -> Drafter:
+        """A drafter folder, bound to `target`."""
+        self._require()
+        from dspine_cuda.drafter import load_drafter
+
+        return load_drafter(Path(folder), target)
+
+    def _require(self) -> None:
+        found = self.availability()
+        if not found.ok:
+            raise BackendError(f"the torch runtime cannot run here: {found.reason}; install it with {found.install}")
+
+
+RUNTIME = TorchRuntime()
