@@ -16,6 +16,7 @@ class DraftCache:
         shape = (batch, config.num_kv_heads, capacity + config.block_size, config.head_dim)
         self._keys = [mx.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
         self._values = [mx.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+        mx.eval(self._keys, self._values)  # now: only this thread could compute them later
 
     @property
     def nbytes(self) -> int:
