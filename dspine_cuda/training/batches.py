@@ -70,7 +70,9 @@ class Batch:
         return Batch(**{field.name: function(getattr(self, field.name)) for field in dataclasses.fields(self)})
 
 
-def draw_anchors(supervised: np.ndarray, documents: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def draw_anchors(
+    supervised: np.ndarray, documents: np.ndarray, count: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """A random subset of at most `count` positions p a row where p and p+1 are supervised, in one document; sorted.
 
     supervised bool [B, S], documents int [B, S] -> (anchors int64 [B, count], 0 on padding; keep bool [B, count]).

@@ -120,7 +120,9 @@ def tokenize_conversation(messages: list[dict[str, str]], tokenizer: Any, where:
             continue
         before, after = render(index, True), render(index + 1, False)
         if ids[: len(before)] != before or ids[: len(after)] != after:
-            raise DSpineError(f"{where}: the chat template does not render turn {index + 1} as a prefix; split the conversation there")
+            raise DSpineError(
+                f"{where}: the chat template does not render turn {index + 1} as a prefix; split the conversation there"
+            )
         supervised[len(before) : len(after)] = True
     return Conversation(np.asarray(ids), supervised, greedy)
 
@@ -157,7 +159,12 @@ class RowStream:
     """Endless packed rows. `position` = (epoch, next row) is all of its state."""
 
     def __init__(
-        self, conversations: list[Conversation], sequence_length: int, open_rows: int, seed: int, position: tuple[int, int] = (0, 0)
+        self,
+        conversations: list[Conversation],
+        sequence_length: int,
+        open_rows: int,
+        seed: int,
+        position: tuple[int, int] = (0, 0),
     ) -> None:
         usable = [c for c in conversations if _trainable(c, sequence_length)]
         if not usable:

@@ -291,7 +291,9 @@ def combine(sums: LossSums, totals: Tensor, settings: LossSection, beta: Tensor 
     lambda = beta * alignment_scale * stop_grad(mean CE of the backbone output).
     """
     factors = denominators(totals, settings.normalization)
-    refined = settings.alpha * factors.refined_ce * sums.refined_ce + (1.0 - settings.alpha) * factors.refined_l1 * sums.refined_l1
+    refined = (
+        settings.alpha * factors.refined_ce * sums.refined_ce + (1.0 - settings.alpha) * factors.refined_l1 * sums.refined_l1
+    )
     strength = beta * settings.alignment_scale * factors.mean_ce
     return factors.main * sums.main + refined + strength * factors.main * sums.alignment
 

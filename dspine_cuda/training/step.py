@@ -73,7 +73,14 @@ class LossForward:
     """Batch -> `LossSums`, with the fast paths chosen once."""
 
     def __init__(
-        self, model: DrafterModel, target: FrozenTarget, settings: LossSection, *, attention: str, compiled: bool, replaced: bool
+        self,
+        model: DrafterModel,
+        target: FrozenTarget,
+        settings: LossSection,
+        *,
+        attention: str,
+        compiled: bool,
+        replaced: bool,
     ) -> None:
         self.model, self.target, self.settings = model, target, settings
         self.masks = MaskBuilder(model.config.mask_rules(), attention)

@@ -19,6 +19,7 @@ from torch import Tensor
 from dspine.common.checkpoints import read_header
 from dspine.common.configs import RopeConfig, read_config
 from dspine.common.errors import CheckpointError, DSpineError
+from dspine.common.protocols import TargetInfo
 from dspine.common.rope import rope_tables
 from dspine_cuda.drafter import rotate
 
@@ -92,7 +93,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 class FrozenTarget:
     """Embedding, decoder layers and LM head in one dtype on one device; also what `TorchDrafter` asks of a target."""
 
-    def __init__(self, shape: TargetShape, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: TargetShape, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype, name: str
+    ) -> None:
         self.shape, self.device, self.dtype = shape, device, dtype
         self.weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
         self.embedding = self._weight("embed_tokens.weight")
@@ -100,11 +103,17 @@ class FrozenTarget:
         cos, sin = rope_tables(shape.rope, shape.head_dim, min(shape.max_position_embeddings, 32_768))
         self._cos, self._sin = (torch.from_numpy(t).to(device, dtype) for t in (cos, sin))
         self._run = self._layers
+        self.info = TargetInfo(
+            name, shape.model_type, shape.num_layers, shape.hidden_size, shape.vocab_size, shape.max_position_embeddings,
+            frozenset(), str(dtype).removeprefix("torch."), str(device), "training: packed forward without a cache",
+        )  # fmt: skip
         self._block_linears = [self._layer_weights(index) for index in range(shape.num_layers)]
 
     def _weight(self, name: str) -> Tensor:
         if name not in self.weights:
-            raise CheckpointError(f"the target has no tensor {name}; its checkpoint does not fit model type {self.shape.model_type}")
+            raise CheckpointError(
+                f"the target has no tensor {name}; its checkpoint does not fit model type {self.shape.model_type}"
+            )
         return self.weights[name]
 
     def _layer_weights(self, index: int) -> dict[str, Tensor | None]:
@@ -124,6 +133,11 @@ class FrozenTarget:
         """Packed forward: tokens and positions int [B, S], mask bool [B, 1, S, S] -> the outputs of layers `taps`
         concatenated [B, S, taps*H], and the final-normed hidden states [B, S, H]."""
         return self._run(self.embedding[tokens], self._cos[positions], self._sin[positions], mask, taps)
+
+    @torch.no_grad()
+    def eager_features(self, tokens: Tensor, positions: Tensor, mask: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """`features` for shapes that change from call to call."""
+        return self._layers(self.embedding[tokens], self._cos[positions], self._sin[positions], mask, taps)
 
     def _layers(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         outputs: dict[int, Tensor] = {}
@@ -152,6 +166,9 @@ class FrozenTarget:
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
         return F.linear(mixed.transpose(1, 2).flatten(-2), layer["self_attn.o_proj.weight"], layer["self_attn.o_proj.bias"])
 
+    def bind_features(self, layer_ids: Any) -> None:
+        """Taps are arguments of `features` here; nothing to remember."""
+
     def embed(self, tokens: Tensor) -> Tensor:
         """int [...] -> [..., H]."""
         return self.embedding[tokens]
@@ -171,4 +188,11 @@ class FrozenTarget:
 
 def load_frozen_target(folder: Path, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
     """Load a target folder for training."""
-    return FrozenTarget(target_shape(folder), read_weights(folder), device, dtype)
+    return FrozenTarget(target_shape(folder), read_weights(folder), device, dtype, str(folder))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The target's Hugging Face tokenizer."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)

@@ -42,7 +42,10 @@ def write_target(folder: Path, seed: int = 0) -> Path:
     def normal(*shape: int, scale: float = 0.25) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * scale
 
-    weights = {"model.embed_tokens.weight": normal(VOCAB, HIDDEN, scale=1.0), "model.norm.weight": 1 + normal(HIDDEN, scale=0.1)}
+    weights = {
+        "model.embed_tokens.weight": normal(VOCAB, HIDDEN, scale=1.0),
+        "model.norm.weight": 1 + normal(HIDDEN, scale=0.1),
+    }
     for i in range(LAYERS):
         stem = f"model.layers.{i}."
         weights |= {

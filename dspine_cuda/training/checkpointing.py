@@ -1,0 +1,76 @@
+"""Training state on disk: written beside and renamed, newest kept, exact to resume from."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspine.common.errors import DSpineError
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}.pt"
+
+
+def save_checkpoint(folder: Path, state: dict[str, Any], keep: int) -> Path:
+    """`state["step"]` names the file; older ones beyond `keep` go once the new one is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = checkpoint_path(folder, state["step"])
+    temporary = path.with_suffix(".part")
+    torch.save(state, temporary)
+    temporary.replace(path)
+    for old in sorted(folder.glob("step-*.pt"))[:-keep]:
+        old.unlink()
+    return path
+
+
+def load_latest(folder: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
+    """The newest checkpoint, or None where there is none; one of another configuration is an error."""
+    files = sorted(folder.glob("step-*.pt"))
+    if not files:
+        return None
+    try:
+        state = torch.load(files[-1], map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise DSpineError(
+            f"{files[-1]}: not a readable checkpoint ({' '.join(str(error).split())[:120]}); delete it to use an older one"
+        ) from error
+    stored = json.loads(state["fingerprint"])
+    wanted = json.loads(json.dumps(fingerprint))
+    if stored != wanted:
+        changed = sorted(_differences(stored, wanted))
+        raise DSpineError(
+            f"{files[-1]}: made with other settings ({'; '.join(changed)}); use another run.output_dir or the old settings"
+        )
+    return state
+
+
+def _differences(old: Any, new: Any, name: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            d
+            for key in sorted(set(old) | set(new))
+            for d in _differences(old.get(key), new.get(key), f"{name}.{key}".strip("."))
+        ]
+    return [] if old == new else [f"{name}: {old!r} there, {new!r} now"]
+
+
+def trim_metrics(path: Path, step: int) -> None:
+    """Drop lines of steps beyond `step`, so that a resumed run's file has every step once."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # the line that was being written when the run was killed
+            continue
+        if row.get("step", 0) <= step:
+            kept.append(line)
+    temporary = path.with_suffix(".part")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.replace(path)

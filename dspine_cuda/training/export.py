@@ -1,0 +1,174 @@
+"""Drafter folders out of the trainer: config.json in both rope spellings, model.safetensors in bfloat16, the transfer
+space as its basis in float32, and optionally an affine-quantised form (MLX's layout, undone by `common.checkpoints`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspine.common.checkpoints import BASIS, expected_tensors
+from dspine.common.configs import DrafterConfig
+from dspine.common.errors import DSpineError
+from dspine.common.transfer_space import TransferBasis, transfer_basis, transfer_codes
+
+GROUP_SIZE = 64
+_SMALLEST_SCALE = 1e-7
+
+
+@dataclass(frozen=True)
+class TransferSpace:
+    """basis: float32 arrays as they are stored; codes float32 [V, r]: exactly what a reader of the file makes of them."""
+
+    basis: TransferBasis
+    codes: np.ndarray
+
+
+def transfer_space_of(head_weight: np.ndarray, rank: int) -> TransferSpace:
+    """The transfer space of an LM head [V, H], computed in float64, rounded to float32 as it will be stored."""
+    wide = head_weight.astype(np.float64)
+    exact = transfer_basis(wide, rank)
+    stored = TransferBasis(*(np.asarray(a).astype(np.float32) for a in (exact.eigenvectors, exact.eigenvalues, exact.mean)))
+    return transfer_space_from(head_weight, stored)
+
+
+def transfer_space_from(head_weight: np.ndarray, stored: TransferBasis) -> TransferSpace:
+    """Codes from a stored float32 basis, the way `DraftTensors.transfer_codes` makes them."""
+    widened = TransferBasis(*(a.astype(np.float64) for a in (stored.eigenvectors, stored.eigenvalues, stored.mean)))
+    return TransferSpace(stored, transfer_codes(head_weight.astype(np.float64), widened).astype(np.float32))
+
+
+def drafter_card(config: DrafterConfig) -> dict[str, Any]:
+    """config.json of a drafter (`docs/formats.md`): rope in both spellings, layer types and causality explicit."""
+    if config.rope.kind != "default":
+        raise DSpineError(f"the trainer writes default rotary embeddings only, got {config.rope.kind!r}")
+    card: dict[str, Any] = {
+        "architectures": ["DSpineDraftModel" if config.dspine is not None else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_theta": config.rope.theta, "rope_type": "default"},
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "dtype": "bfloat16",
+        "layer_types": list(config.layer_types),
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "is_causal": config.is_causal,
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)},
+    }
+    if config.dspine is not None:
+        card["dspine_config"] = dataclasses.asdict(config.dspine)
+    if config.quantization is not None:
+        card["quantization"] = dict(config.quantization)
+    return card
+
+
+def bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """Float32 -> bfloat16 bit patterns (uint16), to nearest, ties to even; finite input only."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def round_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The nearest bfloat16 value, as float32."""
+    return (bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32)
+
+
+def quantize_affine(weight: np.ndarray, bits: int, group_size: int = GROUP_SIZE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """MLX's affine form of `weight` float32 [out, in]: uint32 words [out, in*bits/32] (low bits first), scales and biases
+    [out, in/group] rounded to bfloat16. The end of the range with the larger magnitude is met exactly, zero nearly so.
+    """
+    if 32 % bits or weight.shape[1] % group_size:
+        raise DSpineError(f"cannot quantise a weight {list(weight.shape)} to {bits} bits in groups of {group_size}")
+    levels = 2**bits - 1
+    groups = weight.reshape(weight.shape[0], -1, group_size).astype(np.float32)
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    low_is_edge = np.abs(low) > np.abs(high)
+    scale = np.maximum((high - low) / levels, _SMALLEST_SCALE)
+    scale = np.where(low_is_edge, scale, -scale)
+    edge = np.where(low_is_edge, low, high)
+    steps = np.rint(edge / scale)
+    scale = np.where(steps != 0, edge / np.where(steps != 0, steps, 1), scale)
+    bias = np.where(steps != 0, edge, 0.0)
+    scale, bias = round_bfloat16(scale), round_bfloat16(bias)
+    values = np.clip(np.rint((groups - bias[..., None]) / scale[..., None]), 0, levels).astype(np.uint32)
+    per_word = 32 // bits
+    words = values.reshape(weight.shape[0], -1, per_word)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    return np.bitwise_or.reduce(words << shifts, axis=-1).astype(np.uint32), scale, bias
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, np.ndarray]]) -> None:
+    """name -> (dtype tag, array of the raw bits); written beside and renamed, so a file is whole or absent."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (tag, array) in tensors.items():
+        header[name] = {"dtype": tag, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _, array in tensors.values():
+            file.write(np.ascontiguousarray(array).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def export_drafter(
+    folder: Path, state: Mapping[str, np.ndarray], config: DrafterConfig, basis: TransferBasis | None, bits: int | None = None
+) -> Path:
+    """Write a drafter folder. state: every tensor of `expected_tensors(config)` as float32; basis: DSpine's, float32.
+
+    With `bits` matrices are affine-quantised in groups of 64 and the card says so. A tensor that is not finite is an error.
+    """
+    expected = expected_tensors(config)
+    if set(state) != set(expected):
+        raise DSpineError(f"export to {folder}: tensors differ from the config's: {sorted(set(state) ^ set(expected))}")
+    if (basis is None) != (config.dspine is None):
+        raise DSpineError(f"export to {folder}: a transfer basis belongs to a DSpine drafter, the config is {config.method}")
+    tensors: dict[str, tuple[str, np.ndarray]] = {}
+    for name, shape in expected.items():
+        array = np.asarray(state[name], dtype=np.float32)
+        if array.shape != shape or not np.isfinite(array).all():
+            raise DSpineError(
+                f"export to {folder}: {name} has shape {list(array.shape)} (expected {list(shape)}) or is not finite"
+            )
+        if bits is not None and len(shape) == 2 and shape[1] % GROUP_SIZE == 0:
+            words, scales, biases = quantize_affine(array, bits)
+            stem = name.removesuffix(".weight")
+            tensors[name] = ("U32", words)
+            tensors[f"{stem}.scales"], tensors[f"{stem}.biases"] = (("BF16", bfloat16_bits(a)) for a in (scales, biases))
+        else:
+            tensors[name] = ("BF16", bfloat16_bits(array))
+    if basis is not None:
+        arrays = (basis.eigenvectors, basis.eigenvalues, basis.mean)
+        tensors |= {name: ("F32", np.asarray(a, dtype=np.float32)) for name, a in zip(BASIS, arrays, strict=True)}
+    form = {"bits": bits, "group_size": GROUP_SIZE} if bits is not None else None
+    folder.mkdir(parents=True, exist_ok=True)
+    card = drafter_card(dataclasses.replace(config, quantization=form))
+    (folder / "config.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder

@@ -1,0 +1,143 @@
+"""A drafter before its first step: its shape from the target's, its weights from the target's last layers or at random."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dspine.common.configs import DrafterConfig, DSpineConfig
+from dspine.common.errors import DSpineError
+from dspine.common.masks import FULL, SLIDING
+from dspine_cuda.drafter import DrafterModel
+from dspine_cuda.training.config import TrainConfig
+from dspine_cuda.training.export import TransferSpace
+from dspine_cuda.training.schedules import warmup_steps
+from dspine_cuda.training.target import FrozenTarget, TargetShape
+
+RANDOM_STD = 0.02
+HEAD_NORM_START = 2.0  # q/k norm weights where the target has none
+FC_STD = 0.002  # beside the identity on the last tap: features of late layers are hundreds of times the embeddings
+
+
+def drafter_config(config: TrainConfig, target: TargetShape) -> DrafterConfig:
+    """The drafter's card: what the config leaves out is the target's own."""
+    model, schedule = config.model, config.schedule
+    taps = model.taps or _spread_taps(model.num_layers, target.num_layers)
+    wrong = [tap for tap in taps if not 0 <= tap < target.num_layers]
+    if wrong:
+        raise DSpineError(f"model.taps {wrong} out of range: the target has layers 0..{target.num_layers - 1}")
+    if model.mask_token_id >= target.vocab_size:
+        raise DSpineError(f"model.mask_token_id {model.mask_token_id} is not below the target's vocabulary {target.vocab_size}")
+    dspine = None
+    if model.injected:
+        if model.transfer_rank > min(target.hidden_size, target.vocab_size - 1):
+            raise DSpineError(
+                f"model.transfer_rank {model.transfer_rank} is above the target's hidden size {target.hidden_size}"
+            )
+        dspine = DSpineConfig(
+            transfer_rank=model.transfer_rank,
+            message_size=model.message_size,
+            top_k=model.top_k,
+            ce_weight=config.loss.alpha,
+            alignment_weight=config.loss.alignment_weight,
+            alignment_warmup_steps=schedule.beta_warmup_steps or warmup_steps(schedule),
+            replacement_layers=schedule.replacement_layers,
+            replacement_probability=schedule.replacement_probability,
+            replacement_hold_ratio=schedule.replacement_hold_ratio,
+            replacement_end_ratio=schedule.replacement_end_ratio,
+            candidate_mass_threshold=config.loss.mass_threshold,
+        )
+    return DrafterConfig(
+        method="dspine" if dspine is not None else "dflash",
+        hidden_size=target.hidden_size,
+        intermediate_size=model.intermediate_size or target.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads or target.num_heads,
+        num_kv_heads=model.num_kv_heads or target.num_kv_heads,
+        head_dim=model.head_dim or target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        vocab_size=target.vocab_size,
+        max_position_embeddings=target.max_position_embeddings,
+        block_size=model.block_size,
+        mask_token_id=model.mask_token_id,
+        num_target_layers=target.num_layers,
+        target_layer_ids=tuple(taps),
+        rope=target.rope,
+        layer_types=tuple(SLIDING if layer in model.sliding_layers else FULL for layer in range(model.num_layers)),
+        sliding_window=model.sliding_window,
+        is_causal=True if model.method == "dspine" else bool(model.is_causal),
+        dspine=dspine,
+    )
+
+
+def _spread_taps(layers: int, target_layers: int) -> tuple[int, ...]:
+    """DFlash's own spread (`docs/formats.md`)."""
+    if layers == 1:
+        return (target_layers // 2,)
+    return tuple(int(round(1 + i * (target_layers - 4) / (layers - 1))) for i in range(layers))
+
+
+def initial_model(config: TrainConfig, shape: DrafterConfig, target: FrozenTarget, space: TransferSpace | None) -> DrafterModel:
+    """A float32 model on the CPU, its codes set; the same for a given seed on any device."""
+    generator = torch.Generator().manual_seed(config.run.seed)
+    model = DrafterModel(shape)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=RANDOM_STD, generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    if config.model.init == "target":
+        _from_target(model, target, generator)
+    if model.injection is not None:
+        assert space is not None
+        _start_injection(model, space, generator)
+    return model
+
+
+def _start_injection(model: DrafterModel, space: TransferSpace, generator: torch.Generator) -> None:
+    """R_l = P_r^T; A and G_q uniform in +-1/sqrt(r); W_l, G_p, b zero: the untrained DSpine is its DFlash backbone."""
+    injection = model.injection
+    assert injection is not None
+    bound = space.codes.shape[1] ** -0.5
+    with torch.no_grad():
+        for linear in injection.readouts:
+            linear.weight.copy_(torch.from_numpy(space.basis.eigenvectors))
+        for linear in injection.writes:
+            linear.weight.zero_()
+        injection.predecessor_gate.weight.zero_()
+        injection.bias.zero_()
+        for linear in (injection.message, injection.receiver_gate):
+            nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
+    model.transfer_codes = torch.from_numpy(space.codes)
+
+
+def _from_target(model: DrafterModel, target: FrozenTarget, generator: torch.Generator) -> None:
+    """Attention, MLP and norms of the target's last layers; the context enters as the last tap's features."""
+    shape, source = model.config, target.shape
+    first = source.num_layers - shape.num_layers
+    ours = (shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    theirs = (source.intermediate_size, source.num_heads, source.num_kv_heads, source.head_dim)
+    if ours != theirs or first < 0 or shape.attention_bias != source.attention_bias:
+        raise DSpineError(
+            f"model.init target copies the target's last {shape.num_layers} layers, but (inner, heads, K/V heads, head size) are "
+            f"{ours} in the drafter and {theirs} in a target of {source.num_layers} layers; use model.init=random"
+        )
+    weights = {name: tensor.float().cpu() for name, tensor in target.weights.items() if not name.startswith("embed")}
+    with torch.no_grad():
+        for index, layer in enumerate(model.layers):
+            for name, parameter in layer.named_parameters():
+                stored = weights.get(f"layers.{first + index}.{name}")
+                if stored is not None:
+                    parameter.copy_(stored)
+                elif name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+                    parameter.fill_(HEAD_NORM_START)
+        norms = [weights[f"layers.{first + i}.input_layernorm.weight"] for i in range(shape.num_layers)]
+        model.hidden_norm.weight.copy_(torch.stack(norms).mean(dim=0))
+        model.norm.weight.copy_(weights["norm.weight"])
+        nn.init.normal_(model.fc.weight, std=FC_STD, generator=generator)
+        model.fc.weight[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
+
+
+def state_arrays(model: DrafterModel, masters: dict[str, Tensor]) -> dict[str, object]:
+    """Trained tensors by checkpoint name, float32 NumPy, from the master weights."""
+    return {name: masters[name].detach().float().cpu().numpy() for name, _ in model.named_parameters()}

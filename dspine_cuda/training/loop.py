@@ -1,0 +1,388 @@
+"""The training loop: prefetch, forward, global normalisation, update, metrics, evaluation, checkpoints, export."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dspine.common.errors import BackendError, DSpineError
+from dspine.common.models import resolve_model
+from dspine_cuda.drafter import TorchDrafter
+from dspine_cuda.training.batches import Batch, make_batch
+from dspine_cuda.training.checkpointing import load_latest, save_checkpoint, trim_metrics
+from dspine_cuda.training.config import TrainConfig
+from dspine_cuda.training.data import RowStream, load_conversations, split_holdout
+from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
+from dspine_cuda.training.export import export_drafter, transfer_space_of
+from dspine_cuda.training.initial import drafter_config, initial_model, state_arrays
+from dspine_cuda.training.losses import LossSums, combine
+from dspine_cuda.training.optimizer import MasterOptimizer
+from dspine_cuda.training.schedules import alignment_beta, learning_rate, replacement_probability
+from dspine_cuda.training.step import LossForward
+from dspine_cuda.training.target import load_frozen_target, load_tokenizer
+
+log = logging.getLogger("dspine.training")
+PREFETCH = 4
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto`: CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(f"run.device is {name}, but torch sees no CUDA device here; use run.device=cpu")
+    return device
+
+
+class Prefetcher:
+    """Builds batches in a thread, in order. Yields (batch, stream position after it)."""
+
+    def __init__(self, config: TrainConfig, stream: RowStream, first_step: int, pin: bool) -> None:
+        self._config, self._stream, self._pin = config, stream, pin
+        self._queue: queue.Queue[Any] = queue.Queue(PREFETCH)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(first_step,), daemon=True)
+        self._thread.start()
+
+    def _work(self, step: int) -> None:
+        config = self._config
+        try:
+            while not self._stop.is_set() and step < config.schedule.max_steps:
+                rows = self._stream.take(config.data.rows_per_step)
+                batch = make_batch(
+                    rows,
+                    num_anchors=config.data.num_anchors,
+                    proposals=config.model.block_size - 1,
+                    gamma=config.loss.gamma,
+                    replacement=replacement_probability(step, config.schedule),
+                    seed=config.run.seed,
+                    step=step,
+                )
+                self._put((batch.pin() if self._pin else batch, self._stream.position))
+                step += 1
+        except BaseException as error:  # handed to the main thread, raised there
+            self._put(error)
+
+    def _put(self, item: Any) -> None:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.2)
+                return
+            except queue.Full:
+                continue
+
+    def next(self) -> tuple[Batch, tuple[int, int]]:
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Ranks:
+    """Data parallelism as `torchrun` sets it up; one process without it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """Sum over ranks, in place."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def share(self, batch: Batch, micro_batches: int) -> list[Batch]:
+        """This rank's micro-batches."""
+        mine = batch.rows(self.rank, batch.tokens.shape[0], self.world)
+        size = -(-mine.tokens.shape[0] // micro_batches)
+        return [mine.rows(start, start + size) for start in range(0, mine.tokens.shape[0], size)]
+
+
+def training_step(
+    forward: LossForward, optimizer: MasterOptimizer, batches: list[Batch], ranks: Ranks, beta: float, rate: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One update. Returns (global sums [8] in the order of LossSums.NAMES, this rank's part of the loss, gradient norm).
+
+    Denominators and lambda are global, so with several micro-batches a pass without gradients makes them first.
+    """
+    held = None
+    if len(batches) == 1:
+        held = forward(batches[0])
+        totals = held.totals()
+    else:
+        with torch.no_grad():
+            totals = torch.stack([forward(batch).totals() for batch in batches]).sum(dim=0)
+    ranks.add([totals])
+    loss = torch.zeros((), device=totals.device)
+    for batch in batches:
+        sums = held if held is not None else forward(batch)
+        part = combine(sums, totals, forward.settings, beta)
+        part.backward()
+        optimizer.collect()
+        loss = loss + part.detach()
+    ranks.add([loss, *optimizer.gradients])
+    return totals, loss, optimizer.step(rate)
+
+
+class Trainer:
+    """One run, from a config to an exported drafter."""
+
+    def __init__(self, config: TrainConfig, resume: bool = False) -> None:
+        self.config, run = config, config.run
+        self.device = pick_device(run.device)
+        self.ranks = Ranks(self.device)
+        self._check_ranks()
+        self.output = Path(run.output_dir)
+        self.checkpoints = self.output / "checkpoints"
+        state = load_latest(self.checkpoints, config.fingerprint()) if resume else None
+        if not resume and any(self.checkpoints.glob("step-*.pt")):
+            raise DSpineError(f"{self.output} already holds a run; continue it with --resume or choose another run.output_dir")
+        folder = resolve_model(config.model.target)
+        dtype = getattr(torch, run.dtype)
+        self.target = load_frozen_target(folder, self.device, dtype)
+        self.shape = drafter_config(config, self.target.shape)
+        space = transfer_space_of(self.target.head_weight(), self.shape.dspine.transfer_rank) if self.shape.dspine else None
+        self.basis = None if space is None else space.basis
+        self.model = initial_model(config, self.shape, self.target, space).to(self.device, dtype).eval()
+        self.optimizer = MasterOptimizer(self.model, config.optimizer)
+        self.forward = self._make_forward()
+        train, self.held_out = split_holdout(
+            load_conversations(config.data.path, lambda: load_tokenizer(folder)), config.data.holdout
+        )
+        self.step, position, self.elapsed = 0, (0, 0), 0.0
+        if state is not None:
+            self.step, position, self.elapsed = state["step"], tuple(state["position"]), state["elapsed"]
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.stream = RowStream(train, config.data.sequence_length, config.data.open_rows, run.seed, position)
+        self.position = position
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.metrics = self.output / "metrics.jsonl"
+        if self.leader:
+            trim_metrics(self.metrics, self.step)
+            (self.output / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
+
+    @property
+    def leader(self) -> bool:
+        return self.ranks.rank == 0
+
+    def _check_ranks(self) -> None:
+        world, config = self.ranks.world, self.config
+        if config.data.rows_per_step % (world * config.optimizer.micro_batches):
+            raise DSpineError(
+                f"data.rows_per_step {config.data.rows_per_step} does not divide into {world} ranks x "
+                f"{config.optimizer.micro_batches} micro-batches"
+            )
+        if world > 1 and config.run.time_limit_minutes is not None:
+            raise DSpineError("run.time_limit_minutes works with one process only; use schedule.max_steps or run.stop_after")
+
+    def _make_forward(self) -> LossForward:
+        run, cuda = self.config.run, self.device.type == "cuda"
+        attention = run.attention if run.attention != "auto" else ("flex" if cuda else "sdpa")
+        if attention == "flex" and not cuda:
+            raise BackendError("run.attention=flex has no backward pass on the CPU; use run.attention=sdpa")
+        return LossForward(
+            self.model,
+            self.target,
+            self.config.loss,
+            attention=attention,
+            compiled=cuda if run.compile is None else run.compile,
+            replaced=self.config.schedule.replacement_probability > 0,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end (or to a limit); returns a summary with the last acceptance and the exported folder."""
+        schedule, run = self.config.schedule, self.config.run
+        prefetch = Prefetcher(self.config, self.stream, self.step, pin=self.device.type == "cuda")
+        meter = _Meter(self)
+        try:
+            with _progress(schedule.max_steps, run.progress and self.leader) as advance:
+                while self.step < schedule.max_steps and not self._out_of_time(meter):
+                    batch, self.position = prefetch.next()
+                    self._advance(batch, meter)
+                    if self.step % run.log_every == 0 or self.step == schedule.max_steps:
+                        advance(self.step, meter.flush())
+                    if run.eval_every and self.step % run.eval_every == 0 and self.step < schedule.max_steps:
+                        meter.pause(self.evaluate)
+                    if self.step % run.checkpoint_every == 0:
+                        meter.pause(lambda: self.save(meter.total()))
+                    if run.stop_after is not None and self.step >= run.stop_after:
+                        break
+        finally:
+            prefetch.close()
+        meter.flush()
+        self.save(meter.total())
+        return self._finish(meter.total())
+
+    def _out_of_time(self, meter: _Meter) -> bool:
+        limit = self.config.run.time_limit_minutes
+        return limit is not None and meter.total() > 60.0 * limit
+
+    def _advance(self, batch: Batch, meter: _Meter) -> None:
+        config, step = self.config, self.step
+        beta = alignment_beta(step, config.loss.alignment_weight, config.schedule)
+        rate = learning_rate(step, config.optimizer.learning_rate, config.schedule)
+        shares = self.ranks.share(batch.to(self.device), config.optimizer.micro_batches)
+        totals, loss, norm = training_step(self.forward, self.optimizer, shares, self.ranks, beta, rate)
+        self.step += 1
+        meter.add(totals, loss, norm, rate, beta)
+
+    def evaluate(self, exact: bool = False) -> Acceptance | None:
+        """Acceptance on the held-out conversations by the inference code; one line in the metrics."""
+        if not self.leader or not self.held_out:
+            return None
+        run = self.config.run
+        started = time.perf_counter()
+        drafter = TorchDrafter(self.model, self.target, {"method": self.shape.method})
+        chosen, _ = held_out_greedy(self.held_out, run.eval_conversations, self.shape.num_proposals)
+        result = simulated_acceptance(drafter, self.target, chosen, stride=run.eval_stride, exact=exact)
+        seconds = time.perf_counter() - started
+        self.write({"kind": "eval", "step": self.step, **result.as_dict(), "seconds": round(seconds, 3)})
+        return result
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        if self.leader:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def save(self, elapsed: float) -> None:
+        """Checkpoint of this very step; atomic."""
+        if not self.leader:
+            return
+        state = {
+            "step": self.step,
+            "position": list(self.position),
+            "elapsed": elapsed,
+            "fingerprint": json.dumps(self.config.fingerprint()),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        save_checkpoint(self.checkpoints, state, self.config.run.keep_checkpoints)
+
+    def _finish(self, elapsed: float) -> dict[str, Any]:
+        summary: dict[str, Any] = {
+            "steps": self.step,
+            "elapsed_seconds": round(elapsed, 1),
+            "skipped_steps": int(self.optimizer.skipped),
+        }
+        if not self.leader:
+            return summary
+        result = self.evaluate()
+        summary["acceptance"] = None if result is None else result.as_dict()
+        summary["drafter"] = str(self.export(self.output / "drafter"))
+        bits = self.config.run.export_bits
+        if bits is not None:
+            summary["quantized_drafter"] = str(self.export(self.output / f"drafter-{bits}bit", bits))
+        self.write({"kind": "end", "step": self.step, **summary})
+        return summary
+
+    def export(self, folder: Path, bits: int | None = None) -> Path:
+        """The drafter as a checkpoint folder."""
+        state = state_arrays(self.model, self.optimizer.named_masters())
+        return export_drafter(folder, state, self.shape, self.basis, bits)  # type: ignore[arg-type]
+
+
+class _Meter:
+    """Sums of metrics on the device, read once every `flush`; wall time without pauses."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._before, self._started = trainer.elapsed, time.perf_counter()
+        self._mark = self._started
+        self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._last = (0.0, 0.0)
+
+    def add(self, totals: Tensor, loss: Tensor, norm: Tensor, rate: float, beta: float) -> None:
+        self._rows.append((totals, loss, norm))
+        self._last = (rate, beta)
+
+    def total(self) -> float:
+        """Seconds of this run, earlier parts included."""
+        return self._before + time.perf_counter() - self._started
+
+    def pause(self, work) -> None:  # noqa: ANN001
+        """Do `work` outside the step timing."""
+        self.flush()
+        work()
+        self._mark = time.perf_counter()
+
+    def flush(self) -> dict[str, Any]:
+        """Write one metrics line over the steps since the last; the only read of the device."""
+        if not self._rows:
+            return {}
+        trainer, steps = self._trainer, len(self._rows)
+        totals = torch.stack([row[0] for row in self._rows]).double().cpu()
+        losses, norms = (torch.stack([row[i] for row in self._rows]).double().cpu() for i in (1, 2))
+        seconds = time.perf_counter() - self._mark
+        self._mark, self._rows = time.perf_counter(), []
+        sums = dict(zip(LossSums.NAMES, totals.sum(dim=0).tolist(), strict=True))
+        data, layers = trainer.config.data, trainer.shape.num_layers
+        denominator = max(sums["weight"], 1e-12)
+        row = {
+            "kind": "train",
+            "step": trainer.step,
+            "loss": losses.mean().item(),
+            "ce": sums["ce"] / denominator,
+            "l1": sums["l1"] / denominator,
+            "refined_ce": sums["refined_ce"] / max(sums["covered"], 1e-12),
+            "refined_l1": sums["refined_l1"] / max(sums["heavy"], 1e-12),
+            "coverage": sums["covered"] / denominator,
+            "alignment": sums["alignment"] / denominator / layers,
+            "learning_rate": self._last[0],
+            "beta": self._last[1],
+            "gradient_norm": norms.mean().item(),
+            "ms_per_step": 1000.0 * seconds / steps,
+            "blocks_per_second": steps * data.rows_per_step * data.num_anchors / seconds,
+            "context_tokens_per_second": steps * data.rows_per_step * data.sequence_length / seconds,
+            "skipped_steps": int(trainer.optimizer.skipped),
+        }
+        if trainer.device.type == "cuda":
+            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(trainer.device)
+        blamed = trainer.optimizer.blamed()
+        if blamed:
+            row["non_finite_gradients"] = blamed
+            log.warning("step %d: gradient not finite, update skipped; parameters: %s", trainer.step, ", ".join(blamed))
+        trainer.write(row)
+        return row
+
+
+@contextmanager
+def _progress(total: int, show: bool) -> Iterator[Any]:
+    """A progress bar; yields advance(step, metrics row)."""
+    if not show:
+        yield lambda step, row: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(step: int, row: dict[str, Any]) -> None:
+            text = f"loss {row['loss']:.3f}  ce {row['ce']:.3f}  {row['ms_per_step']:.0f} ms" if row else ""
+            bar.update(task, completed=step, description=text)
+
+        yield advance
+
+
+def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
+    """Run (or continue) one training."""
+    return Trainer(config, resume).run()
