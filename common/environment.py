@@ -25,3 +25,15 @@ def cache_folder() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "dspine"
+
+
+def process_group() -> tuple[int, int]:
+    """`WORLD_SIZE` and `RANK` as `torchrun` sets them: (processes, this one's number); (1, 0) without it."""
+    values = {"WORLD_SIZE": os.environ.get("WORLD_SIZE", "1"), "RANK": os.environ.get("RANK", "0")}
+    for name, value in values.items():
+        if not value.isdecimal():
+            raise DSpineError(f"{name} must be a whole number, got {value!r}: start with torchrun, or unset it")
+    world, rank = int(values["WORLD_SIZE"]), int(values["RANK"])
+    if not rank < world:
+        raise DSpineError(f"RANK must be below WORLD_SIZE, got {rank} of {world}: start with torchrun, or unset both")
+    return world, rank

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dspine.common.environment import process_group
 from dspine.common.errors import BackendError, DSpineError
 from dspine.common.models import resolve_model
 from dspine_cuda.drafter import TorchDrafter
@@ -99,8 +99,7 @@ class Ranks:
     """Data parallelism as `torchrun` sets it up; one process without it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = int(os.environ.get("RANK", "0"))
+        self.world, self.rank = process_group()
         if self.world > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
