@@ -123,9 +123,7 @@ def encode_prompt(
 
 
 def _encode_text(tokenizer: Tokenizer, prompt: str, system_prompt: str | None, raw: bool) -> list[int]:
-    _check_text(prompt, "prompt")
-    if not prompt.strip():
-        raise DSpineError("prompt is empty: give some text (on the command line, `--prompt -` reads standard input)")
+    check_prompt(prompt)
     if not raw and tokenizer.has_chat_template:
         return tokenizer.encode(_render(tokenizer, _with_system([{"role": "user", "content": prompt}], system_prompt)))
     if system_prompt is not None:
@@ -176,6 +174,13 @@ def decode_utf8(data: bytes, where: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DSpineError(f"{where} is not valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}") from error
+
+
+def check_prompt(prompt: str) -> None:
+    """What can be said of a text prompt without its model: DSpineError if it is empty or not valid UTF-8."""
+    _check_text(prompt, "prompt")
+    if not prompt.strip():
+        raise DSpineError("prompt is empty: give some text (on the command line, `--prompt -` reads standard input)")
 
 
 def _check_text(text: str, where: str) -> None:

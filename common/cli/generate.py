@@ -25,7 +25,7 @@ from dspine.common.runtimes import AUTO, choose_runtime
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.policies import StaticPolicy, parse_policy
 from dspine.common.statistics import Statistics
-from dspine.common.tokenizer import decode_utf8
+from dspine.common.tokenizer import check_prompt, decode_utf8
 
 _WARM_UP_TOKENS = 8
 
@@ -97,7 +97,9 @@ def build_request(options: GenerateOptions) -> Request:
     names = ("max_tokens", "top_p", "top_k", "min_p", "seed", "system_prompt", "raw", "ignore_eos")
     passed = {name: getattr(options, name) for name in (*names, *_PENALTIES)}
     passed |= {"temperature": options.temp, "acceptance": str(options.acceptance), "policy": policy}
-    return Request(_read_prompt(options.prompt), passed, sampling, policy)
+    prompt = _read_prompt(options.prompt)
+    check_prompt(prompt)
+    return Request(prompt, passed, sampling, policy)
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -22,7 +22,10 @@ COMMAND_GROUP = "dspine.commands"
 BAD_INPUT = 2
 
 # help lines of commands that live in packages which must not be imported for --help
-_SUMMARIES = {"train": "Train a drafter (needs torch)."}
+_SUMMARIES = {
+    "train": "Train a drafter (needs torch).",
+    "eval-draft": "Measure a drafter's acceptance on held-out text (needs torch).",
+}
 # what a command's package needs, and the extra that brings it
 _FRAMEWORKS = {"torch": "train", "mlx": "mlx", "triton": "cuda", "sklearn": "calibrate", "fastapi": "server"}
 
@@ -73,24 +76,28 @@ def _add_lazy(app: typer.Typer, point: EntryPoint) -> None:
 
     @app.command(point.name, help=_SUMMARIES.get(point.name, f"From {point.module}."), context_settings=settings)
     def forward(context: typer.Context) -> None:
-        target = _load_command(point)
-        if not isinstance(target, typer.Typer):
-            single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            single.command()(target)
-            target = single
-        typer.main.get_command(target)(args=list(context.args), prog_name=f"dspine {point.name}")
+        try:
+            command = typer.main.get_command(_as_app(point.load()))
+            command(args=list(context.args), prog_name=f"dspine {point.name}")
+        except ModuleNotFoundError as error:
+            raise _absent_framework(point.name, error) from error
 
 
-def _load_command(point: EntryPoint) -> Any:
-    """The object of an entry point. An absent framework is a BackendError; any other failed import is a bug and is shown."""
-    try:
-        return point.load()
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _FRAMEWORKS:
-            raise
-        command = f"python -m pip install 'dspine[{_FRAMEWORKS[package]}]'"
-        raise BackendError(f"`dspine {point.name}` needs {package}, which is not installed: {command}") from error
+def _as_app(target: Any) -> typer.Typer:
+    if isinstance(target, typer.Typer):
+        return target
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(target)
+    return app
+
+
+def _absent_framework(command: str, error: ModuleNotFoundError) -> Exception:
+    """A framework that is not installed is a BackendError; any other failed import is a bug and is shown as it is."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _FRAMEWORKS:
+        return error
+    install = f"python -m pip install 'dspine[{_FRAMEWORKS[package]}]'"
+    return BackendError(f"`dspine {command}` needs {package}, which is not installed: {install}")
 
 
 def main() -> None:
