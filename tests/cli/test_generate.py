@@ -9,12 +9,13 @@ import sys
 import numpy as np
 import pytest
 
+from dspine.common.cli import generate as command
 from dspine.common.tokenizer import load_tokenizer
 from tests.cli.conftest import CONTEXT, PROMPT, logits_of
 
 FIELDS = (
-    "text, token_ids, rounds, mean_acceptance_length, acceptance_by_position, tokens_per_second, plain_tokens_per_second, speedup, "
-    "backend, backend_reason, device, model, drafter, policy, acceptance, peak_memory_bytes"
+    "text, token_ids, rounds, mean_acceptance_length, acceptance_by_position, tokens_per_second, plain_tokens_per_second, "
+    "speedup, backend, backend_reason, device, model, drafter, policy, acceptance, peak_memory_bytes"
 ).split(", ")
 
 
@@ -66,6 +67,19 @@ def test_json_is_exactly_one_line(generate, expected, toy):
 def test_without_compare_plain_figures_are_null(generate):
     report = json.loads(generate("--json").out)
     assert report["plain_tokens_per_second"] is None and report["speedup"] is None
+
+
+def test_compare_really_decodes_plainly(generate, monkeypatch):
+    """Warm-up of both sides, then one speculative and one plain run."""
+    seen, real = [], command.stream_generate
+
+    def spy(engine, prompt, **options):
+        seen.append((options["draft"], options["max_tokens"]))
+        return real(engine, prompt, **options)
+
+    monkeypatch.setattr(command, "stream_generate", spy)
+    generate("--compare")
+    assert seen == [(True, 8), (False, 8), (True, 24), (False, 24)]
 
 
 def test_compare_prints_the_speed_up(generate):
