@@ -7,7 +7,8 @@ model that cropping the cache works, that the LM head is understood, and that ev
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging as transformers_logging
 
 from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.protocols import Prefill, StageZero, TargetInfo, Verification
@@ -40,7 +42,10 @@ def load_generic(
         raise CheckpointError(f"{folder}: transformers does not know this model ({_line(error)})") from error
     _refuse_unsupported(config, folder)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+        with _quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     except _READING as error:
         raise CheckpointError(f"{folder}: transformers cannot load this model ({_line(error)})") from error
     problems = {
@@ -57,6 +62,20 @@ def load_generic(
         "context_length": _context_length(config, folder),
     }
     return GenericTarget(folder, model, make_info(facts))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no reports of `transformers` while a model loads: what they say is raised as one line instead."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _line(error: BaseException) -> str:
@@ -110,7 +129,9 @@ class GenericTarget:
         self._hooks: list[Any] = []
         self._layers = find_layers(model, info.num_layers, folder)
         self._embedding, self._output = model.get_input_embeddings(), model.get_output_embeddings()
-        self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_last = "logits_to_keep" in parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # renamed during transformers 5
         self._embedding_scale = 1.0
         self._head_transform = _head_transform(model.config)
         self._probe(folder)
@@ -228,7 +249,7 @@ class GenericTarget:
         cache.reserve(tokens.shape[1])
         self._captured.clear()
         keep = {"logits_to_keep": 1} if last_only and self._keeps_last else {}
-        output = self.model(tokens, past_key_values=cache.past, use_cache=True, **keep)
+        output = self.model(tokens, use_cache=True, **{self._cache_name: cache.past}, **keep)
         features = torch.cat([self._captured[i] for i in self.taps], dim=-1) if self.taps else None
         self._captured.clear()
         return output.logits.to(torch.float32), features
