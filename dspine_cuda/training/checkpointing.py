@@ -13,6 +13,7 @@ from dspine.common.errors import DSpineError
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
+    """File of one step's checkpoint."""
     return folder / f"step-{step:08d}.pt"
 
 

@@ -1,4 +1,4 @@
-"""One YAML file plus `section.key=value` overrides -> a validated `TrainConfig`; unknown keys and bad values are one-line errors."""
+"""One YAML file plus `section.key=value` overrides -> a validated `TrainConfig`; what is wrong is one line."""
 
 from __future__ import annotations
 
@@ -138,6 +138,23 @@ class TrainConfig(_Section):
     schedule: ScheduleSection
     optimizer: OptimizerSection = OptimizerSection()
     run: RunSection
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_injection(cls, data: Any) -> Any:
+        """Refinement and cosine alignment need the injection: off where there is none, an error where asked for."""
+        if (
+            not isinstance(data, dict)
+            or not isinstance(data.get("model"), dict)
+            or not isinstance(data.get("loss") or {}, dict)
+        ):
+            return data
+        if data["model"].get("method", "dspine") == "dspine" and data["model"].get("injection", True):
+            return data
+        loss = dict(data.get("loss") or {})
+        if loss.get("refinement") or loss.get("alignment") == "cosine":
+            raise ValueError("loss.refinement and loss.alignment=cosine need a DSpine model with injection; drop them")
+        return data | {"loss": {"refinement": False, "alignment": "none"} | loss}
 
     @model_validator(mode="after")
     def _divides(self) -> TrainConfig:

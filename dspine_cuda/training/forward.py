@@ -19,6 +19,7 @@ from dspine.common.masks import MaskRule
 from dspine_cuda.drafter import BlockStates, DrafterModel
 from dspine_cuda.training.batches import Batch
 from dspine_cuda.training.masks import FlexMasks, dense_mask, used_context
+from dspine_cuda.training.target import masked_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
@@ -74,19 +75,17 @@ def codes_of(model: DrafterModel, tokens: Tensor) -> Tensor:
     return model.transfer_codes[tokens] * model.transfer_codes.shape[1] ** 0.5
 
 
-def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Dense boolean mask."""
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
-def flex_attention_compiled() -> Attention:
-    """flex_attention under torch.compile, one fixed shape."""
+def pick_attention(kind: str, compiled: bool) -> Attention:
+    """`sdpa` with a dense boolean mask, or `flex` with a BlockMask. flex without compilation would hold all scores, so it
+    is compiled here, unless the caller compiles everything around it."""
+    if kind == "sdpa":
+        return masked_attention
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    function = flex_attention if compiled else torch.compile(flex_attention, dynamic=False)
 
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-        return compiled(query, key, value, block_mask=mask, enable_gqa=True)
+        return function(query, key, value, block_mask=mask, enable_gqa=True)
 
     return attention
 

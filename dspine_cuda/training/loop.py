@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,27 +57,24 @@ class Prefetcher:
         self._config, self._stream, self._pin = config, stream, pin
         self._queue: queue.Queue[Any] = queue.Queue(PREFETCH)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, args=(first_step,), daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1)
+        self._work_done = self._pool.submit(self._work, first_step)
 
     def _work(self, step: int) -> None:
         config = self._config
-        try:
-            while not self._stop.is_set() and step < config.schedule.max_steps:
-                rows = self._stream.take(config.data.rows_per_step)
-                batch = make_batch(
-                    rows,
-                    num_anchors=config.data.num_anchors,
-                    proposals=config.model.block_size - 1,
-                    gamma=config.loss.gamma,
-                    replacement=replacement_probability(step, config.schedule),
-                    seed=config.run.seed,
-                    step=step,
-                )
-                self._put((batch.pin() if self._pin else batch, self._stream.position))
-                step += 1
-        except BaseException as error:  # handed to the main thread, raised there
-            self._put(error)
+        while not self._stop.is_set() and step < config.schedule.max_steps:
+            rows = self._stream.take(config.data.rows_per_step)
+            batch = make_batch(
+                rows,
+                num_anchors=config.data.num_anchors,
+                proposals=config.model.block_size - 1,
+                gamma=config.loss.gamma,
+                replacement=replacement_probability(step, config.schedule),
+                seed=config.run.seed,
+                step=step,
+            )
+            self._put((batch.pin() if self._pin else batch, self._stream.position))
+            step += 1
 
     def _put(self, item: Any) -> None:
         while not self._stop.is_set():
@@ -85,14 +85,19 @@ class Prefetcher:
                 continue
 
     def next(self) -> tuple[Batch, tuple[int, int]]:
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        """The next batch; an error of the thread is raised here."""
+        while True:
+            try:
+                return self._queue.get(timeout=0.5)
+            except queue.Empty:
+                if self._work_done.done():
+                    self._work_done.result()
+                    raise RuntimeError("no more batches: the loop ran past schedule.max_steps") from None
 
     def close(self) -> None:
+        """Stop the thread and wait for it."""
         self._stop.set()
-        self._thread.join()
+        self._pool.shutdown()
 
 
 class Ranks:
@@ -229,7 +234,7 @@ class Trainer:
             prefetch.close()
         meter.flush()
         self.save(meter.total())
-        return self._finish(meter.total())
+        return self._finish(meter)
 
     def _out_of_time(self, meter: _Meter) -> bool:
         limit = self.config.run.time_limit_minutes
@@ -276,12 +281,9 @@ class Trainer:
         }
         save_checkpoint(self.checkpoints, state, self.config.run.keep_checkpoints)
 
-    def _finish(self, elapsed: float) -> dict[str, Any]:
-        summary: dict[str, Any] = {
-            "steps": self.step,
-            "elapsed_seconds": round(elapsed, 1),
-            "skipped_steps": int(self.optimizer.skipped),
-        }
+    def _finish(self, meter: _Meter) -> dict[str, Any]:
+        summary: dict[str, Any] = {"steps": self.step, "elapsed_seconds": round(meter.total(), 1), **meter.speed()}
+        summary["skipped_steps"] = int(self.optimizer.skipped)
         if not self.leader:
             return summary
         result = self.evaluate()
@@ -308,6 +310,15 @@ class _Meter:
         self._mark = self._started
         self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
         self._last = (0.0, 0.0)
+        self.lines: list[dict[str, Any]] = []
+
+    def speed(self) -> dict[str, float]:
+        """Medians over the metrics lines after the first (which compiles), and the peak memory on CUDA."""
+        lines = self.lines[1:] or self.lines
+        names = ("ms_per_step", "blocks_per_second", "context_tokens_per_second")
+        medians = {name: statistics.median(line[name] for line in lines) for name in names} if lines else {}
+        peak = {"peak_memory_bytes": lines[-1]["peak_memory_bytes"]} if lines and "peak_memory_bytes" in lines[-1] else {}
+        return medians | peak
 
     def add(self, totals: Tensor, loss: Tensor, norm: Tensor, rate: float, beta: float) -> None:
         self._rows.append((totals, loss, norm))
@@ -360,7 +371,12 @@ class _Meter:
             row["non_finite_gradients"] = blamed
             log.warning("step %d: gradient not finite, update skipped; parameters: %s", trainer.step, ", ".join(blamed))
         trainer.write(row)
+        self.lines.append(row)
         return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    return f"loss {row['loss']:.3f}  ce {row['ce']:.3f}  {row['ms_per_step']:.0f} ms/step" if row else ""
 
 
 @contextmanager
@@ -369,15 +385,18 @@ def _progress(total: int, show: bool) -> Iterator[Any]:
     if not show:
         yield lambda step, row: None
         return
+    if not sys.stderr.isatty():
+        yield lambda step, row: sys.stderr.write(f"step {step}/{total}  {_line(row)}\n")
+        return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
 
         def advance(step: int, row: dict[str, Any]) -> None:
-            text = f"loss {row['loss']:.3f}  ce {row['ce']:.3f}  {row['ms_per_step']:.0f} ms" if row else ""
-            bar.update(task, completed=step, description=text)
+            bar.update(task, completed=step, description=_line(row))
 
         yield advance
 

@@ -257,7 +257,7 @@ def loss_sums(
 
 
 def token_alignment(layers: list[Tensor], head: Tensor, labels: Tensor, weights: Tensor, kernels: ChunkKernels) -> Tensor:
-    """The ablation's layer supervision: sum over layers of w CE of the layer's own token output; layers [rows, H], final-normed."""
+    """The ablation's layer supervision: sum over layers of w CE of a layer's own token output; final-normed [rows, H]."""
     return torch.stack([_TokenLoss.apply(layer, head, labels, weights, kernels) for layer in layers]).sum()
 
 

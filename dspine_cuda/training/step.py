@@ -17,11 +17,10 @@ from dspine_cuda.training.forward import (
     MaskBuilder,
     block_states,
     codes_of,
-    flex_attention_compiled,
+    pick_attention,
     predecessors,
     readout_unit,
     refine_rows,
-    sdpa_attention,
 )
 from dspine_cuda.training.losses import ChunkKernels, LossSums, cosine_alignment, loss_sums, token_alignment
 from dspine_cuda.training.masks import document_mask
@@ -84,7 +83,7 @@ class LossForward:
     ) -> None:
         self.model, self.target, self.settings = model, target, settings
         self.masks = MaskBuilder(model.config.mask_rules(), attention)
-        self.attention = flex_attention_compiled() if attention == "flex" else sdpa_attention
+        self.attention = pick_attention(attention, compiled)
         self.replaced = replaced and model.injection is not None
         self.kernels = ChunkKernels(settings.chunk_rows)
         self._draft = draft_outputs

@@ -7,6 +7,7 @@ Reads Llama and Qwen3 checkpoints by their Hugging Face names. Inference-shaped 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention under a boolean mask. K/V heads are repeated first: with grouped heads AND a mask torch has no fused
+    kernel on CUDA and falls back to holding all scores."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
 class FrozenTarget:
     """Embedding, decoder layers and LM head in one dtype on one device; also what `TorchDrafter` asks of a target."""
 
@@ -102,7 +112,7 @@ class FrozenTarget:
         self.head_matrix = self.weights.get("lm_head.weight", self.embedding)
         cos, sin = rope_tables(shape.rope, shape.head_dim, min(shape.max_position_embeddings, 32_768))
         self._cos, self._sin = (torch.from_numpy(t).to(device, dtype) for t in (cos, sin))
-        self._run = self._layers
+        self._fast_layer = self._layer  # replaced by `compile`
         self.info = TargetInfo(
             name, shape.model_type, shape.num_layers, shape.hidden_size, shape.vocab_size, shape.max_position_embeddings,
             frozenset(), str(dtype).removeprefix("torch."), str(device), "training: packed forward without a cache",
@@ -125,31 +135,36 @@ class FrozenTarget:
         return layer | {name: self.weights.get(f"layers.{index}.{name}") for name in optional}
 
     def compile(self) -> None:
-        """Run the layers under torch.compile from now on."""
-        self._run = torch.compile(self._layers, dynamic=False)
+        """Run `features` under torch.compile from now on: one graph, shared by all layers."""
+        self._fast_layer = torch.compile(self._layer, dynamic=False)
 
     @torch.no_grad()
     def features(self, tokens: Tensor, positions: Tensor, mask: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Packed forward: tokens and positions int [B, S], mask bool [B, 1, S, S] -> the outputs of layers `taps`
         concatenated [B, S, taps*H], and the final-normed hidden states [B, S, H]."""
-        return self._run(self.embedding[tokens], self._cos[positions], self._sin[positions], mask, taps)
+        return self._layers(self._fast_layer, tokens, positions, mask, taps)
 
     @torch.no_grad()
     def eager_features(self, tokens: Tensor, positions: Tensor, mask: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """`features` for shapes that change from call to call."""
-        return self._layers(self.embedding[tokens], self._cos[positions], self._sin[positions], mask, taps)
+        return self._layers(self._layer, tokens, positions, mask, taps)
 
-    def _layers(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _layers(
+        self, run_layer: Callable[..., Tensor], tokens: Tensor, positions: Tensor, mask: Tensor, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        x, cos, sin = self.embedding[tokens], self._cos[positions], self._sin[positions]
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self._block_linears):
-            x = x + self._attention(self._norm(x, layer["input_layernorm.weight"]), layer, cos, sin, mask)
-            normed = self._norm(x, layer["post_attention_layernorm.weight"])
-            gate = F.silu(F.linear(normed, layer["mlp.gate_proj.weight"]))  # type: ignore[arg-type]
-            up = F.linear(normed, layer["mlp.up_proj.weight"])  # type: ignore[arg-type]
-            x = x + F.linear(gate * up, layer["mlp.down_proj.weight"])  # type: ignore[arg-type]
+            x = run_layer(x, cos, sin, mask, layer)
             if index in taps:
                 outputs[index] = x
         return torch.cat([outputs[tap] for tap in taps], dim=-1), self._norm(x, self.weights["norm.weight"])
+
+    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, layer: dict[str, Any]) -> Tensor:
+        x = x + self._attention(self._norm(x, layer["input_layernorm.weight"]), layer, cos, sin, mask)
+        normed = self._norm(x, layer["post_attention_layernorm.weight"])
+        gate = F.silu(F.linear(normed, layer["mlp.gate_proj.weight"]))
+        return x + F.linear(gate * F.linear(normed, layer["mlp.up_proj.weight"]), layer["mlp.down_proj.weight"])
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.shape.rms_norm_eps)
@@ -163,7 +178,7 @@ class FrozenTarget:
             part = part if norm is None else self._norm(part, norm)
             heads.append(part.transpose(1, 2))
         query, key, value = rotate(heads[0], cos, sin), rotate(heads[1], cos, sin), heads[2]
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        mixed = masked_attention(query, key, value, mask)
         return F.linear(mixed.transpose(1, 2).flatten(-2), layer["self_attn.o_proj.weight"], layer["self_attn.o_proj.bias"])
 
     def bind_features(self, layer_ids: Any) -> None:
