@@ -46,7 +46,7 @@ def dense_mask(rule: MaskRule, layout: BlockLayout) -> Tensor:
     context = rule.context(offset[None, None, :, None], anchor, position[None, None, None, :])
     context = context & (layout.documents[:, None, None, :] == layout.anchor_documents[:, :, None, None])
     context = context.expand(batch, blocks, rows, length).flatten(1, 2)
-    inside = rule.block(offset[:, None], offset[None, :])
+    inside = rule.block(offset[:, None], offset[None, :]).expand(rows, rows)
     own = torch.eye(blocks, dtype=torch.bool, device=device)
     block = (own[:, None, :, None] & inside[None, :, None, :]).reshape(blocks * rows, blocks * rows)
     return torch.cat([context, block.expand(batch, -1, -1)], dim=2).unsqueeze(1)
