@@ -2,6 +2,9 @@
 
 A step is `T` tokens at positions [length, length + T) of every sequence of the batch. All arrays are [B, T, ...];
 sequences of one batch have equal lengths. Nothing in `begin`, `finish` and `commit` reads the device.
+
+`prefill` and `finish` run in inference mode (6 % of a step on the CPU): clone their outputs before autograd saves them.
+`embed`, `head` and `head_rows` follow the caller's mode.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class DenseLayer:
     ) -> None:
         prefix = f"model.layers.{index}."
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.sections = (config.num_heads, 2 * config.num_kv_heads)
         self.rotated = config.num_heads + config.num_kv_heads
         self.grouped = config.num_heads != config.num_kv_heads
 
@@ -82,13 +86,12 @@ class DenseLayer:
         batch, count = rows.shape[1], rows.shape[3]
         qkv = self.qkv(self.input_norm(x)).view(batch, count, -1, self.head_dim)
         rotated = qkv.narrow(2, 0, self.rotated)
+        query, new = qkv.split_with_sizes(self.sections, 2)
         if self.qk_norm is not None:
             rotated.copy_(self.qk_norm(rotated))
         rotate_(rotated, cos, sin)
-        new = qkv.narrow(2, self.heads, 2 * self.kv_heads).view(batch, count, 2, self.kv_heads, self.head_dim)
-        rows.copy_(new.permute(2, 0, 3, 1, 4))
-        query = qkv.narrow(2, 0, self.heads).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, keys, values, mask, 0.0, causal, enable_gqa=self.grouped)
+        rows.copy_(new.view(batch, count, 2, self.kv_heads, self.head_dim).permute(2, 0, 3, 1, 4))
+        mixed = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, mask, 0.0, causal, enable_gqa=self.grouped)
         h = self.output(mixed.transpose(1, 2).reshape(batch * count, -1)).add_(x)
         gate, up = self.gate_up(self.mlp_norm(h)).chunk(2, dim=-1)
         return self.down(F.silu(gate, inplace=True) * up).add_(h)
@@ -104,7 +107,7 @@ class DenseTarget:
         self.taps: tuple[int, ...] = ()
         tensors = TargetTensors(folder)
         tensors.check(config.tensors(), optional=frozenset({"lm_head.weight"}) if config.tied else frozenset())
-        with torch.inference_mode():
+        with torch.no_grad():
             self._load(tensors)
 
     def _load(self, tensors: TargetTensors) -> None:
@@ -131,17 +134,14 @@ class DenseTarget:
         """Capture the residual stream after these layers, concatenated in this order."""
         self.taps = check_layer_ids(layer_ids, self.config.num_layers)
 
-    @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
         """int [B, T] -> [B, T, H]."""
         return F.embedding(tokens, self.embedding)
 
-    @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Final-normed [..., H] -> logits float32 [..., V]."""
         return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1).to(torch.float32)
 
-    @torch.inference_mode()
     def head_rows(self, ids: Tensor) -> Tensor:
         """LM-head rows of ids int [...] -> [..., H]."""
         return F.embedding(ids, self.head_matrix)

@@ -189,18 +189,15 @@ class GenericTarget:
 
         return hook
 
-    @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
         """int [B, T] -> [B, T, H], the model's embedding scale applied (learned positions are not part of it)."""
         embedded = self._embedding(tokens)
         return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
 
-    @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Final-normed [..., H] -> logits float32 [..., V], scale and softcap applied."""
         return self._head_transform(self._output(hidden).to(torch.float32))
 
-    @torch.inference_mode()
     def head_rows(self, ids: Tensor) -> Tensor:
         """LM-head rows of ids int [...] -> [..., H]."""
         return nn.functional.embedding(ids, self._output.weight)
