@@ -150,7 +150,7 @@ class DrafterModel(nn.Module):
         return self._transfer_codes
 
     def bind_codes(self, codes: Any) -> None:
-        """Keep C [V, r], computed now."""
+        """Keep C [V, r], cast now: only this thread could do it later."""
         self._transfer_codes = mx.array(codes).astype(self.dtype)
         mx.eval(self._transfer_codes)
 
@@ -159,12 +159,11 @@ class DrafterModel(nn.Module):
         return self.hidden_norm(self.fc(features))
 
     def rope(self, length: int) -> tuple[mx.array, mx.array]:
-        """cos and sin float32 [>= length, hd], grown by doubling; computed before they are shared between threads."""
+        """cos and sin float32 [>= length, hd], grown by doubling; made from NumPy, so any thread may use them."""
         tables = self._rope
         if tables is None or tables[0].shape[0] < length:
             size = max(1024, 1 << (length - 1).bit_length())
             cos, sin = (mx.array(table) for table in rope_tables(self.config.rope, self.config.head_dim, size))
-            mx.eval(cos, sin)
             tables = self._rope = (cos, sin)
         return tables
 

@@ -35,7 +35,7 @@ def load_target(folder: Path, *, dtype: str = "auto") -> PlainTarget:
     read_config(folder)
     try:
         model, config = load_model(folder, lazy=True)
-        chosen, note = choose_dtype(dtype, _stored_dtype(model))
+        chosen, note = choose_dtype(dtype, _stored_dtype(model), quantized=_quantization(config) is not None)
         model.set_dtype(chosen)
         mx.eval(model.parameters())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -79,16 +79,16 @@ def wrap_model(
     return target
 
 
-def choose_dtype(asked: str, stored: mx.Dtype) -> tuple[mx.Dtype, str]:
+def choose_dtype(asked: str, stored: mx.Dtype, *, quantized: bool = False) -> tuple[mx.Dtype, str]:
     """The dtype to run in, and a note where it is not the stored one.
 
-    `auto`: on Metal and CUDA as stored, except that float16 becomes bfloat16 (residuals of real models overflow float16);
-    on the CPU float32, where MLX's bfloat16 kernels are slow and coarse.
+    `auto` runs as stored, with two exceptions: float16 becomes bfloat16 (residuals of real models overflow float16), and
+    quantised weights on the CPU run in float32 (MLX's bfloat16 `quantized_matmul` there is ten times slower, and coarse).
     """
     if asked != "auto":
         return getattr(mx, asked), ""
-    if device_name() == "cpu":
-        return mx.float32, "" if stored == mx.float32 else f"stored as {_short(stored)}, run in float32 on the CPU"
+    if quantized and device_name() == "cpu" and stored != mx.float32:
+        return mx.float32, f"scales stored as {_short(stored)}, run in float32 on the CPU"
     if stored == mx.float16:
         return mx.bfloat16, "stored as float16, run in bfloat16: residuals of real models overflow float16"
     return stored, ""

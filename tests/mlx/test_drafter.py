@@ -160,6 +160,30 @@ def test_two_file_reference_form(tmp_path):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_drafter_quantised_by_mlx(bits, tmp_path):
+    """MLX packs the weights (third party), the strict reader unpacks them: same outputs as from `mx.dequantize`."""
+    folder = golden_folder("dspine", tmp_path)
+    packed, plain = {}, {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        if name.endswith(("_proj.weight", "fc.weight")):
+            stem = name.removesuffix(".weight")
+            parts = mx.quantize(mx.array(array), group_size=32, bits=bits)
+            packed |= dict(zip((name, f"{stem}.scales", f"{stem}.biases"), map(np.array, parts), strict=True))
+            plain[name] = np.array(mx.dequantize(*parts, group_size=32, bits=bits))
+        else:
+            packed[name] = plain[name] = array
+    save_file(plain, folder / "model.safetensors")
+    want = outputs(folder, "dspine")
+    save_file(packed, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is quantised, but config.json has no `quantization`"):
+        load_drafter(folder, golden_model_target("dspine"))
+    card = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(card | {"quantization": {"group_size": 32, "bits": bits}}))
+    for got, expected in zip(outputs(folder, "dspine"), want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
 def test_projection_biases(tmp_path):
     """`attention_bias`: zero biases change nothing, others do."""
     target = toy_target("llama")

@@ -149,6 +149,14 @@ def test_v1_worker_threads_then_main(loaded):
     assert first == [int(t) for t, _ in generate_step(mx.array(PROMPT), target.model, max_tokens=40)]
 
 
+def test_v1_bfloat16_pair_on_a_worker(tmp_path):
+    """Loaded on the main thread, every cast included, and first used by a worker."""
+    folder = tmp_path / "target"
+    target = load_target(save_model(folder, *toy_model("qwen3")), dtype="bfloat16")
+    drafter = load_drafter(drafter_folder(tmp_path / "drafter", "dspine", 5, target.head_weight()), target)
+    assert len(in_thread(lambda: tokens_of(target, drafter, 12))) == 12
+
+
 def test_v1_two_threads_at_once(loaded):
     target, drafter = loaded
     want = tokens_of(target, drafter, 30)

@@ -282,9 +282,9 @@ def test_q1_float16_is_never_used(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "dspine"):
         target = load_target(folder)
     dtypes = {str(v.dtype) for _, v in tree_flatten(target.model.parameters())}
-    assert dtypes in ({"mlx.core.float32"}, {"mlx.core.bfloat16"}) and "stored as float16" in target.info.adapter
+    assert dtypes == {"mlx.core.bfloat16"} and "stored as float16" in target.info.adapter
     assert "stored as float16" in caplog.text
-    assert load_target(folder, dtype="bfloat16").info.dtype == "bfloat16"
+    assert load_target(folder, dtype="float32").info.dtype == "float32"
     with pytest.raises(DSpineError, match="dtype must be one of auto, bfloat16, float32, got 'float16'"):
         load_target(folder, dtype="float16")
     model.set_dtype(mx.float16)
@@ -292,12 +292,30 @@ def test_q1_float16_is_never_used(tmp_path, caplog):
         wrap_model(model, config, name="half")
 
 
-def test_auto_dtype_on_a_gpu_is_the_stored_one(monkeypatch):
-    monkeypatch.setattr(load, "device_name", lambda: "metal")
-    assert load.choose_dtype("auto", mx.bfloat16) == (mx.bfloat16, "")
-    assert load.choose_dtype("auto", mx.float32) == (mx.float32, "")
-    assert load.choose_dtype("auto", mx.float16)[0] == mx.bfloat16
-    assert load.choose_dtype("float32", mx.float16) == (mx.float32, "")
+@pytest.mark.parametrize("device", ["metal", "cpu"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_auto_dtype_is_the_stored_one(device, quantized, monkeypatch):
+    """Except float16 (never) and quantised weights on the CPU (float32)."""
+    monkeypatch.setattr(load, "device_name", lambda: device)
+    wide = quantized and device == "cpu"
+    for stored, want in ((mx.bfloat16, mx.bfloat16), (mx.float32, mx.float32), (mx.float16, mx.bfloat16)):
+        want = mx.float32 if wide else want
+        dtype, note = load.choose_dtype("auto", stored, quantized=quantized)
+        assert dtype == want and bool(note) == (want != stored)
+        assert load.choose_dtype("float32", stored, quantized=quantized) == (mx.float32, "")
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_quantised_folder_loads(dtype, tmp_path):
+    """mlx-lm's own 8-bit layout on disk, scales in half precision."""
+    model, config = toy_model("llama")
+    nn.quantize(model, group_size=32, bits=8)
+    config["quantization"] = {"group_size": 32, "bits": 8}
+    target = load_target(save_model(tmp_path / "q", model, config, dtype))
+    assert target.info.quantization == "8-bit, groups of 32" and target.info.dtype in ("float32", "bfloat16")
+    text = third_party_greedy(target.model, PROMPT, 32)
+    target.bind_features([0])
+    assert speculate(target, text, 32)[0] == text
 
 
 def test_bfloat16_target_runs():
