@@ -1,0 +1,222 @@
+"""Whole runs on the toy target: learning, exact resumption, ranks, evaluation by the inference code, the target's forward."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dspine.common.errors import DSpineError
+from dspine.common.protocols import DraftRequest
+from dspine_cuda.drafter import load_drafter
+from dspine_cuda.training.cli import main
+from dspine_cuda.training.config import parse_train_config
+from dspine_cuda.training.evaluate import simulated_acceptance
+from dspine_cuda.training.loop import Trainer, train
+from dspine_cuda.training.masks import document_mask
+from dspine_cuda.training.target import load_frozen_target, target_shape
+from tests.training.toys import CARD, train_settings, write_shards, write_target
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_target(tmp_path / "target")
+    write_shards(tmp_path / "data")
+    return tmp_path
+
+
+def train_rows(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "train"]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in train_rows(folder)]
+
+
+def run_of(place: Path, name: str, **sections: dict) -> dict:
+    sections["run"] = train_settings(place)["run"] | {"output_dir": str(place / name), "log_every": 1} | sections.get("run", {})
+    return train_settings(place, **sections)
+
+
+LEARNABLE = {"loss": {"alpha": 1.0, "chunk_rows": 50, "alignment_scale": 0.2}}
+
+
+def test_thirty_steps_lower_the_loss_and_the_drafter_loads(place: Path) -> None:
+    sections = LEARNABLE | {"optimizer": {"learning_rate": 1e-2}, "run": {"eval_every": 15, "export_bits": 8}}
+    summary = train(parse_train_config(run_of(place, "run", **sections)))
+    rows = train_rows(place / "run")
+    assert len(rows) == 30 and summary["steps"] == 30 and summary["skipped_steps"] == 0
+    assert np.mean([r["ce"] for r in rows[-5:]]) < 0.7 * np.mean([r["ce"] for r in rows[:5]])
+    assert {"learning_rate", "beta", "gradient_norm", "blocks_per_second", "refined_ce", "alignment"} <= set(rows[0])
+    evaluations = [json.loads(line) for line in (place / "run/metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+    assert [e["step"] for e in evaluations] == [15, 30]
+    assert summary["acceptance"]["tau"] == pytest.approx(1 + sum(summary["acceptance"]["by_position"]))
+    target = load_frozen_target(place / "target", torch.device("cpu"), torch.float32)
+    assert load_drafter(Path(summary["drafter"]), target).config.method == "dspine"
+    assert main(["eval", summary["drafter"], "--data", str(place / "data"), "--model", str(place / "target"),
+                 "--holdout", "8", "--stride", "4", "--dtype", "float32", "--device", "cpu"]) == 0  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_killed_and_resumed_gives_the_same_losses(place: Path, dtype: str) -> None:
+    sections = {"run": {"dtype": dtype, "checkpoint_every": 10}, "schedule": {"max_steps": 24, "replacement_layers": 1}}
+    train(parse_train_config(run_of(place, "whole", **sections)))
+    sections["run"] |= {"stop_after": 14}
+    train(parse_train_config(run_of(place, "cut", **sections)))
+    (place / "cut/checkpoints/step-00000014.pt").unlink()  # as if killed after step 14: the last checkpoint is of step 10
+    with (place / "cut/metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    del sections["run"]["stop_after"]
+    settings = parse_train_config(run_of(place, "cut", **sections))
+    with pytest.raises(DSpineError, match="already holds a run; continue it with --resume"):
+        train(settings)
+    train(settings, resume=True)
+    assert losses(place / "cut") == losses(place / "whole")
+    first, second = (torch.load(place / f"{n}/checkpoints/step-00000024.pt", weights_only=True) for n in ("whole", "cut"))
+    for name, master in first["optimizer"]["masters"].items():
+        torch.testing.assert_close(second["optimizer"]["masters"][name], master, rtol=0, atol=0)
+    assert first["position"] == second["position"]
+
+
+def test_resuming_with_other_settings_is_refused(place: Path) -> None:
+    train(parse_train_config(run_of(place, "run", run={"stop_after": 2})))
+    changed = run_of(place, "run", optimizer={"learning_rate": 1e-3})
+    with pytest.raises(DSpineError, match=r"optimizer.learning_rate: 0.003 there, 0.001 now"):
+        train(parse_train_config(changed), resume=True)
+    path = next((place / "run/checkpoints").glob("*.pt"))
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(DSpineError, match="not a readable checkpoint"):
+        train(parse_train_config(run_of(place, "run")), resume=True)
+
+
+def test_micro_batches_change_nothing(place: Path) -> None:
+    results = []
+    for count in (1, 4):
+        sections = {"run": {"stop_after": 4}, "optimizer": {"learning_rate": 3e-3, "micro_batches": count}}
+        train(parse_train_config(run_of(place, f"micro{count}", **sections)))
+        results.append(losses(place / f"micro{count}"))
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-4)
+
+
+def _one_rank(rank: int, port: int, settings: dict) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    Trainer(parse_train_config(settings)).run()
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_equal_one(place: Path) -> None:
+    sections = {"run": {"stop_after": 4}}
+    train(parse_train_config(run_of(place, "one", **sections)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_one_rank, args=(port, run_of(place, "two", **sections)), nprocs=2)
+    np.testing.assert_allclose(losses(place / "two"), losses(place / "one"), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        ({"method": "dflash"}, {}),
+        ({"method": "dflash", "is_causal": True}, {}),
+        ({"injection": False}, {}),
+        ({"init": "random"}, {"refinement": False}),
+        ({}, {"alignment": "token"}),
+        ({}, {"alignment": "none", "normalization": "shared"}),
+        ({"sliding_layers": [0], "sliding_window": 6}, {}),
+    ],
+)
+def test_every_variant_trains_and_exports(place: Path, model: dict, loss: dict) -> None:
+    sections = {"model": train_settings(place)["model"] | model, "loss": {"chunk_rows": 50} | loss, "run": {"stop_after": 2}}
+    summary = train(parse_train_config(run_of(place, "run", **sections)))
+    target = load_frozen_target(place / "target", torch.device("cpu"), torch.float32)
+    drafter = load_drafter(Path(summary["drafter"]), target)
+    injected = model.get("method") != "dflash" and model.get("injection", True)
+    assert drafter.config.method == ("dspine" if injected else "dflash")
+    assert drafter.config.is_causal is (model.get("is_causal", False) if model.get("method") == "dflash" else True)
+    assert all(np.isfinite(losses(place / "run")))
+
+
+def test_simulated_acceptance_equals_drafting_one_anchor_at_a_time(place: Path) -> None:
+    """Batched, backwards over one cache, against a fresh cache for every anchor."""
+    sections = LEARNABLE | {"optimizer": {"learning_rate": 2e-2}, "schedule": {"max_steps": 15}, "run": {"log_every": 15}}
+    settings = run_of(place, "run", **sections, data=train_settings(place)["data"] | {"holdout": 4})
+    trainer = Trainer(parse_train_config(settings))
+    trainer.run()
+    drafter = load_drafter(place / "run/drafter", trainer.target)
+    held = trainer.held_out
+    exact = simulated_acceptance(drafter, trainer.target, held, exact=True)
+    counts, rounds, proposals = np.zeros(4), 0, drafter.config.num_proposals
+    for conversation in held:
+        tokens = torch.from_numpy(conversation.tokens.astype(np.int64))[None]
+        length, anchor = tokens.shape[1], conversation.prompt_length
+        mask = document_mask(torch.zeros_like(tokens))
+        features, _ = trainer.target.features(tokens, torch.arange(length)[None], mask, drafter.config.target_layer_ids)
+        while anchor < length - proposals:
+            cache = drafter.make_cache(length)
+            drafter.commit(cache, features[:, :anchor])
+            drafted = drafter.propose(cache, tokens[:, anchor], DraftRequest()).tokens[0]
+            accepted = 0
+            while accepted < proposals and drafted[accepted] == tokens[0, anchor + 1 + accepted]:
+                counts[accepted] += 1
+                accepted += 1
+            rounds, anchor = rounds + 1, anchor + accepted + 1
+    assert exact.rounds == rounds and exact.exact and exact.greedy_text
+    np.testing.assert_allclose(exact.by_position, counts / rounds)
+    grid = simulated_acceptance(drafter, trainer.target, held, stride=3)
+    assert 1.0 <= grid.tau <= 1 + proposals and not grid.exact
+    with pytest.raises(DSpineError, match="no held-out conversation"):
+        simulated_acceptance(drafter, trainer.target, [])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_packed_target_equals_transformers_one_document_at_a_time(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = write_target(tmp_path / "target")
+    if family == "qwen3":
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        for i in range(4):
+            for name in ("q_norm", "k_norm"):
+                weights[f"model.layers.{i}.self_attn.{name}.weight"] = 1 + 0.3 * torch.randn(8)
+        save_file(weights, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(CARD | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    target = load_frozen_target(folder, torch.device("cpu"), torch.float32)
+    lengths, tokens = (7, 9), torch.randint(90, (1, 16), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 7 + [1] * 9])
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    features, last = target.features(tokens, positions, document_mask(documents), (1, 3))
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        with torch.no_grad():
+            output = reference(tokens[:, part], output_hidden_states=True)
+        torch.testing.assert_close(target.head(last[:, part]), output.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(features[:, part, :32], output.hidden_states[2], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(last[:, part], output.hidden_states[4], rtol=1e-4, atol=1e-4)
+        start += length
+
+
+def test_unfit_targets_and_shapes_are_refused(place: Path) -> None:
+    (place / "odd").mkdir()
+    (place / "odd/config.json").write_text(json.dumps(CARD | {"model_type": "gpt2"}))
+    with pytest.raises(DSpineError, match="cannot train for a target of type 'gpt2'; known: llama, qwen3"):
+        target_shape(place / "odd")
+    for model, message in (
+        ({"taps": [1, 9]}, r"model.taps \[9\] out of range: the target has layers 0..3"),
+        ({"mask_token_id": 96}, "mask_token_id 96 is not below the target's vocabulary 96"),
+        ({"transfer_rank": 40}, "transfer_rank 40 is above the target's hidden size 32"),
+        ({"num_layers": 5}, "use model.init=random"),
+    ):
+        settings = train_settings(place, model=train_settings(place)["model"] | model)
+        with pytest.raises(DSpineError, match=message):
+            Trainer(parse_train_config(settings))
