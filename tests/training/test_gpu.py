@@ -1,0 +1,64 @@
+"""On a CUDA device: the fast paths (flex_attention, compiled losses) against the plain ones, and a short run in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspine_cuda.training.config import parse_train_config
+from dspine_cuda.training.loop import Prefetcher, Trainer, train
+from dspine_cuda.training.losses import combine
+from tests.training.toys import train_settings, write_shards, write_target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # torch.compile warns about the machine
+]
+
+
+def one_gradient(place: Path, name: str, **run: object) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Gradients and sums of the first step; head size 16, because flex_attention has no smaller one."""
+    settings = train_settings(
+        place,
+        model=train_settings(place)["model"] | {"head_dim": 16, "init": "random"},
+        data=train_settings(place)["data"] | {"sequence_length": 128, "num_anchors": 64},
+        run=train_settings(place)["run"] | {"device": "cuda", "output_dir": str(place / name)} | run,
+    )
+    trainer = Trainer(parse_train_config(settings))
+    prefetch = Prefetcher(trainer.config, trainer.stream, 0, pin=True)
+    for _ in range(2):  # the second batch runs the kernels compiled for the first
+        trainer.model.zero_grad()
+        sums = trainer.forward(prefetch.next()[0].to(trainer.device))
+        combine(sums, sums.totals(), trainer.config.loss, 0.5).backward()
+    prefetch.close()
+    return [p.grad for p in trainer.model.parameters()], sums.totals()
+
+
+def test_fast_paths_give_the_plain_gradients(tmp_path: Path) -> None:
+    write_target(tmp_path / "target")
+    write_shards(tmp_path / "data")
+    plain, totals = one_gradient(tmp_path, "plain", attention="sdpa", compile=False)
+    for name, run in {
+        "flex": {"attention": "flex", "compile": False},
+        "compiled": {"attention": "sdpa", "compile": True},
+        "both": {"attention": "flex", "compile": True},
+    }.items():
+        gradients, sums = one_gradient(tmp_path, name, **run)
+        torch.testing.assert_close(sums, totals, rtol=5e-3, atol=1e-2)
+        for got, want in zip(gradients, plain, strict=True):
+            assert float((got - want).norm()) <= 0.02 * float(want.norm()) + 1e-5, name
+
+
+def test_a_run_in_bfloat16(tmp_path: Path) -> None:
+    write_target(tmp_path / "target")
+    write_shards(tmp_path / "data")
+    settings = train_settings(
+        tmp_path,
+        model=train_settings(tmp_path)["model"] | {"head_dim": 16, "init": "random"},
+        run=train_settings(tmp_path)["run"] | {"device": "cuda", "dtype": "bfloat16", "eval_every": 10},
+    )
+    summary = train(parse_train_config(settings))
+    assert summary["steps"] == 30 and summary["skipped_steps"] == 0 and summary["peak_memory_bytes"] > 0
