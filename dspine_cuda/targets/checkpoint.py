@@ -32,13 +32,11 @@ class TargetTensors:
         self.folder = Path(folder)
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: set[str] = set()
         wanted = self._index()
         for path in sorted(set(wanted.values())) if wanted else [self._single()]:
             for name, entry in read_header(path).items():
                 self._file_of[name] = path
                 self.shapes[name] = entry.shape
-                self.dtypes.add(entry.dtype)
         astray = sorted(name for name, path in wanted.items() if self._file_of.get(name) != path)
         if astray:
             raise CheckpointError(f"{self.folder}: {INDEX} places tensors in shards that lack them: {listed(astray)}")
