@@ -48,13 +48,9 @@ def transition_scores(
     [..., M, K, H]. Returns [..., M, K, K].
     """
     xp = array_namespace(hidden, predecessor_codes, candidate_rows)
-    count = predecessor_codes.shape[-2]
-    shape = (*hidden.shape[:-1], count, hidden.shape[-1])
-    wide = xp.broadcast_to(xp.expand_dims(hidden, axis=-2), shape)
-    receiver = xp.expand_dims(read_prediction(hidden, weights.readout), axis=-2)
-    receiver = xp.broadcast_to(receiver, (*shape[:-1], receiver.shape[-1]))
+    receiver = xp.expand_dims(read_prediction(hidden, weights.readout), axis=-2)  # once a row; broadcasts over its K pairs
     gated = injection_gate(receiver, astype(predecessor_codes, hidden.dtype), weights)
-    refined = norm(injection_write(wide, gated, weights.write))
+    refined = norm(injection_write(xp.expand_dims(hidden, axis=-2), gated, weights.write))
     rows = xp.matrix_transpose(candidate_rows) if hasattr(xp, "matrix_transpose") else xp.swapaxes(candidate_rows, -1, -2)
     return xp.matmul(at_least_float32(refined), at_least_float32(rows))
 

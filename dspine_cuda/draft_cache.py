@@ -28,6 +28,10 @@ class DraftCache:
         self._store[layer, 0, :, :, start:stop] = key
         self._store[layer, 1, :, :, start:stop] = value
 
+    def write_all(self, start: int, rows: Tensor) -> None:
+        """Place rows [start, start + T) of every layer: [L, 2, B, kv_heads, T, hd]."""
+        self._store[..., start : start + rows.shape[-2], :] = rows
+
     def read(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of rows [0, stop)."""
         return self._store[layer, 0, :, :, :stop], self._store[layer, 1, :, :, :stop]

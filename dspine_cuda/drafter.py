@@ -24,6 +24,7 @@ from dspine.common.rope import rope_tables
 from dspine.common.transfer_space import known_token
 from dspine.common.transition import path_walk, path_walk_sampled, refine, transition_scores
 from dspine_cuda.draft_cache import DraftCache
+from dspine_cuda.draft_inference import LeanDraft, signed_tables
 from dspine_cuda.draft_ops import draft_signals, sample_independent
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -212,6 +213,8 @@ class TorchDrafter:
     def __init__(self, model: DrafterModel, target: Any, info: dict[str, Any]) -> None:
         self.model, self.target, self.info = model.eval(), target, info
         self.config = model.config
+        self.lean = LeanDraft(model)
+        self._tables: tuple[Tensor, Tensor] | None = None
         self.rules = self.config.mask_rules()
         rows = self.config.block_size
         offsets = torch.arange(rows, device=model.fc.weight.device)
@@ -222,23 +225,26 @@ class TorchDrafter:
         """Context K/V for up to `capacity` tokens, and room for one block behind them."""
         return DraftCache(self.config, capacity, self.model.fc.weight.dtype, self.model.fc.weight.device)
 
+    def tables(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Rotary tables of positions [start, stop): [T, 1, hd] each."""
+        if self._tables is None or self._tables[0].shape[0] < stop:
+            self._tables = signed_tables(*self.model.rope(stop))
+        return self._tables[0][start:stop], self._tables[1][start:stop]
+
     @torch.inference_mode()
     def commit(self, cache: DraftCache, features: Tensor) -> None:
         """Append context K/V of newly committed tokens; features [B, T, F]."""
-        context = self.model.context(features.to(self.model.fc.weight.dtype))
-        start, stop = cache.length, cache.length + features.shape[1]
-        cos, sin = self.model.rope(stop)
-        for index, layer in enumerate(self.model.layers):
-            key, value = layer.self_attn.key_value(context, cos[:, start:stop], sin[:, start:stop])
-            cache.write(index, start, key, value)
-        cache.advance(features.shape[1])
+        start, count = cache.length, features.shape[1]
+        cos, sin = self.tables(start, start + count)
+        cache.write_all(start, self.lean.context(features.to(self.model.fc.weight.dtype), cos, sin))
+        cache.advance(count)
 
     @torch.inference_mode()
     def propose(self, cache: DraftCache, anchor: Tensor, request: DraftRequest) -> Proposal:
         """anchor int [B] at position `cache.length`; see `protocols.Drafter.propose`."""
         states, code = self._run(cache, anchor)
         logits = self.target.head(states.hidden[:, 0, 1:])
-        finite = torch.isfinite(logits).flatten(1).all(dim=1)
+        finite = torch.isfinite(logits.sum(dim=(1, 2)))  # one pass: a sum of finite logits cannot overflow float32
         confidence, entropy = draft_signals(logits) if request.signals else (None, None)
         if self.model.injection is None:
             return self._independent(logits, finite, confidence, entropy, request)
@@ -260,30 +266,35 @@ class TorchDrafter:
 
     def _run(self, cache: DraftCache, anchor: Tensor) -> tuple[BlockStates, Tensor | None]:
         ids = torch.cat([anchor[:, None], self._mask_row.expand(anchor.shape[0], -1)], dim=1)
-        embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype).unsqueeze(1)
+        embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype)
         start, stop = cache.length, cache.length + self.config.block_size
-        cos, sin = self.model.rope(stop)
+        cos, sin = self.tables(start, stop)
         code = None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
+        masks = {rule: self._mask(index, start) for index, rule in enumerate(self.rules)}
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache.write(index, start, key, value)  # behind the context; overwritten by the next commit
             keys, values = cache.read(index, stop)
-            mask = self._mask(index, start)
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=masks[self.rules[index]], enable_gqa=True)
 
-        block_code = None if code is None else code[:, None]
-        states = self.model.forward_block(embeddings, cos[:, start:stop], sin[:, start:stop], attend, block_code)
-        return states, code
+        hidden, pre = self.lean.block(embeddings, cos, sin, attend, code)
+        return BlockStates(hidden[:, None], pre[:, None], []), code
 
     def _mask(self, index: int, start: int) -> Tensor | None:
-        """Bool [R, start + R], True = visible; None where every key is."""
+        """Additive mask [R, start + R]; None where every key is visible."""
         rule, block = self.rules[index], self._block_masks[index]
         if rule.window is None and rule.sees_whole_block:
             return None
         rows = self.config.block_size
-        offsets = torch.arange(rows, device=block.device)[:, None]
-        context = rule.context(offsets, start, torch.arange(start, device=block.device)[None, :])
-        return torch.cat([context.expand(rows, -1), block], dim=1)
+        if rule.window is None:
+            context = block.new_ones(1, 1).expand(rows, start)
+        else:
+            offsets = torch.arange(rows, device=block.device)[:, None]
+            context = rule.context(offsets, start, torch.arange(start, device=block.device)[None, :])
+        visible = torch.cat([context, block], dim=1)
+        return torch.zeros(visible.shape, dtype=self.model.fc.weight.dtype, device=block.device).masked_fill_(
+            ~visible, float("-inf")
+        )
 
     def _independent(
         self, logits: Tensor, finite: Tensor, confidence: Tensor | None, entropy: Tensor | None, request: DraftRequest

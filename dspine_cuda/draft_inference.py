@@ -1,0 +1,134 @@
+"""The drafter's layers as inference runs them: fused weights, packed once, injection in place.
+
+Same equations as `DrafterModel.forward_block` and `common.injection` (tests compare them); here the products of one input
+are one product (q, k, v; gate and up; G_q, G_p and A; K/V of all layers for the context), and on CPUs the weights lie in
+oneDNN's own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspine_cuda.targets.layers import make_linear, make_norm, rotate_
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def _stacked(linears: list[Any]) -> Any:
+    """One product for several `nn.Linear`s of the same input."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+    return make_linear(weight, bias)
+
+
+def _single(linear: Any) -> Any:
+    return make_linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+
+
+def _norm(norm: Any) -> Any:
+    return make_norm(norm.weight.detach(), norm.eps)
+
+
+def signed_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables [1, P, hd] as `rotate_` wants them: [P, 1, hd], the sign of the first half in sin."""
+    half = sin.shape[-1] // 2
+    signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+    return cos[0].unsqueeze(1), signed[0].unsqueeze(1)
+
+
+class LeanLayer:
+    """One drafter layer over block rows [B, R, H]."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.heads, self.kv_heads, self.head_dim = attention.heads, attention.kv_heads, attention.head_dim
+        self.qkv = _stacked([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output, self.down = _single(attention.o_proj), _single(mlp.down_proj)
+        self.gate_up = _stacked([mlp.gate_proj, mlp.up_proj])
+        self.input_norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+        rows = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
+        self.qk_norm = make_norm(rows, attention.q_norm.eps)
+
+    def forward(self, index: int, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """h [B, R, H] -> u [B, R, H], a new tensor."""
+        batch, rows, hidden = h.shape
+        flat = h.reshape(-1, hidden)
+        qkv = self.qkv(self.input_norm(flat)).view(batch, rows, -1, self.head_dim)
+        rotated = rotate_(self.qk_norm(qkv[:, :, : self.heads + self.kv_heads]), cos, sin).transpose(1, 2)
+        value = qkv[:, :, self.heads + self.kv_heads :].transpose(1, 2)
+        mixed = attend(index, rotated[:, : self.heads], rotated[:, self.heads :], value)
+        flat = self.output(mixed.transpose(1, 2).reshape(batch * rows, -1)).add_(flat)
+        gate, up = self.gate_up(self.mlp_norm(flat)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up).add_(flat).view(batch, rows, hidden)
+
+
+class LeanInjection:
+    """Injection of all layers: z of the rows, then one product for [G_q; G_p; A]."""
+
+    def __init__(self, injection: Any) -> None:
+        self.readouts = [_single(linear) for linear in injection.readouts]
+        self.writes = [_single(linear) for linear in injection.writes]
+        self.gates = _stacked([injection.receiver_gate, injection.predecessor_gate, injection.message])
+        self.bias = injection.bias.detach()
+        self.size = self.bias.shape[0]
+
+    def apply_(self, index: int, u: Tensor, anchor_code: Tensor) -> Tensor:
+        """Write into rows 1.. of u [B, R, H] in place; anchor_code sqrt(r) C_x0 [B, r]."""
+        batch, rows, hidden = u.shape
+        z = self.readouts[index](u.view(-1, hidden)).to(torch.float32)
+        norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        z = z.mul_(z.shape[-1] ** 0.5 / torch.where(norm > 0, norm, 1.0)).to(u.dtype).view(batch, rows, -1)
+        z[:, 0] = anchor_code  # the anchor sends its known-token form, and receives nothing
+        gates = self.gates(z.view(batch * rows, -1)).view(batch, rows, 3 * self.size)
+        receiver, predecessor, message = (
+            gates[:, 1:, : self.size],
+            gates[:, :-1, self.size : -self.size],
+            gates[:, :-1, -self.size :],
+        )
+        gated = torch.sigmoid(receiver + predecessor + self.bias).mul_(message)
+        target = u[:, 1:]
+        rms = torch.linalg.vector_norm(target.to(torch.float32), dim=-1, keepdim=True).mul_(hidden**-0.5).to(u.dtype)
+        written = self.writes[index](gated.reshape(-1, self.size)).view(batch, rows - 1, hidden)
+        target.addcmul_(rms, written)
+        return u
+
+
+class LeanDraft:
+    """Everything of a `DrafterModel` that a round runs, built once from its weights."""
+
+    def __init__(self, model: Any) -> None:
+        layers = list(model.layers)
+        self.layers = [LeanLayer(layer) for layer in layers]
+        self.kv_heads, self.head_dim = self.layers[0].kv_heads, self.layers[0].head_dim
+        self.injection = LeanInjection(model.injection) if model.injection is not None else None
+        self.norm = _norm(model.norm)
+        self.fc, self.hidden_norm = _single(model.fc), _norm(model.hidden_norm)
+        self.context_kv = _stacked([linear for layer in layers for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj)])
+        keys = torch.stack([layer.self_attn.k_norm.weight.detach() for layer in layers])[:, None].expand(-1, self.kv_heads, -1)
+        self.key_norm = make_norm(keys, layers[0].self_attn.k_norm.eps)
+
+    def context(self, features: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """K/V of all layers for context tokens: features [B, T, F], tables [T, 1, hd] -> [L, 2, B, kv_heads, T, hd]."""
+        batch, count = features.shape[:2]
+        context = self.hidden_norm(self.fc(features.reshape(batch * count, -1)))
+        both = self.context_kv(context).view(batch, count, len(self.layers), 2, self.kv_heads, self.head_dim)
+        keys = rotate_(self.key_norm(both[:, :, :, 0]), cos.unsqueeze(1), sin.unsqueeze(1))
+        return torch.stack([keys, both[:, :, :, 1]], dim=3).permute(2, 3, 0, 4, 1, 5)
+
+    def block(
+        self, embeddings: Tensor, cos: Tensor, sin: Tensor, attend: Attend, anchor_code: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """embeddings [B, R, H] -> (norm(h_L), u_L), both [B, R, H]; tables [R, 1, hd] at the rows' positions."""
+        h = pre = embeddings
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            pre = h = layer.forward(index, h, cos, sin, attend)
+            if self.injection is not None and anchor_code is not None:
+                h = self.injection.apply_(index, h.clone() if index == last else h, anchor_code)
+        return self.norm(h.reshape(-1, h.shape[-1])).view_as(h), pre
