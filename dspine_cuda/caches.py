@@ -14,6 +14,8 @@ from torch import Tensor
 
 from dspine.common.errors import DSpineError
 
+KEY_TILE = 16  # CPU attention over whole tiles of keys gives a row the same bits whatever rows are beside it
+
 
 class RollbackCache:
     """Committed and pending rows of one batch of sequences of equal length.
@@ -51,14 +53,17 @@ class RollbackCache:
 class KVCache(RollbackCache):
     """Preallocated K/V of every layer: one tensor [layers, 2 (K, V), B, kv_heads, capacity, head_dim].
 
-    Further invariant: rows [0, length + pending) of every layer hold K (rotated) and V of the tokens at those positions.
+    Further invariants: rows [0, length + pending) of every layer hold K (rotated) and V of the tokens at those positions;
+    every row is finite (the store starts as zeros), so that attention may read masked rows behind them. The store has room
+    for a whole number of `KEY_TILE` rows.
     """
 
     def __init__(
         self, layers: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device, batch: int = 1
     ) -> None:
         super().__init__(capacity, batch)
-        self.store = torch.empty((layers, 2, batch, kv_heads, capacity, head_dim), dtype=dtype, device=device)
+        room = -(-capacity // KEY_TILE) * KEY_TILE
+        self.store = torch.zeros((layers, 2, batch, kv_heads, room, head_dim), dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -69,15 +74,18 @@ class KVCache(RollbackCache):
         """A layer at a time, where K/V of the pending rows go: views [2, B, kv_heads, pending, head_dim]."""
         return self.store.narrow(4, self.length, self.pending).unbind(0)
 
-    def visible(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """A layer at a time, committed and pending rows: views of K and of V, [B, kv_heads, length + pending, head_dim]."""
-        keys, values = self.store.narrow(4, 0, self.length + self.pending).unbind(1)
+    def visible(self, whole_tiles: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """A layer at a time, committed and pending rows: views of K and of V, [B, kv_heads, length + pending, head_dim];
+        `whole_tiles` rounds the row count up to `KEY_TILE`."""
+        rows = self.length + self.pending
+        rows = -(-rows // KEY_TILE) * KEY_TILE if whole_tiles else rows
+        keys, values = self.store.narrow(4, 0, rows).unbind(1)
         return keys.unbind(0), values.unbind(0)
 
     def check_integrity(self) -> None:
         """Raise where an invariant does not hold; committed rows must be finite (a synchronisation: for tests)."""
         super().check_integrity()
-        if self.store.shape[2] != self.batch or self.store.shape[4] != self.capacity:
+        if self.store.shape[2] != self.batch or self.store.shape[4] < self.capacity:
             raise DSpineError(f"cache broken: store {list(self.store.shape)}, batch {self.batch}, capacity {self.capacity}")
         if not bool(torch.isfinite(self.store.narrow(4, 0, self.length)).all()):
             raise DSpineError(f"cache broken: K/V of {self.length} committed tokens are not all finite")

@@ -39,11 +39,35 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...
     return ids
 
 
+ROWS = 16  # verification rows of one attention call on the CPU
+
+
 def causal_mask(past: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Additive mask [count, past + count]: row i sees columns 0..past+i; None where every row sees everything."""
     if count == 1:
         return None
     return torch.full((count, past + count), -math.inf, dtype=dtype, device=device).triu_(past + 1)
+
+
+class RowFrame:
+    """A fixed frame of 16 query rows and whole key tiles for CPU attention.
+
+    The CPU's attention kernel sums a row in an order that depends on how many rows and keys it is given, which flips near
+    ties in bfloat16. In a frame of fixed rows and whole tiles a row gets the same bits alone and in a block, so greedy
+    verification equals plain decoding token for token in bfloat16 too. It costs 4 % of a plain step (docs/results.md).
+    """
+
+    def __init__(self, past: int, count: int, keys: int, batch: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.count = count
+        self.mask = torch.full((ROWS, keys), -math.inf, dtype=dtype).triu_(past + 1)
+        self.mask[count:] = 0.0  # rows without a token: any finite result, dropped
+        self.query = torch.zeros((batch, heads, ROWS, head_dim), dtype=dtype)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, grouped: bool) -> Tensor:
+        """query [B, heads, T, hd] -> [B, heads, T, hd]."""
+        self.query[:, :, : self.count] = query
+        mixed = F.scaled_dot_product_attention(self.query, keys, values, self.mask, 0.0, False, enable_gqa=grouped)
+        return mixed[:, :, : self.count]
 
 
 class DenseLayer:
@@ -79,10 +103,19 @@ class DenseLayer:
             self.qk_norm = make_norm(rows, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, rows: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, causal: bool
+        self,
+        x: Tensor,
+        rows: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        frame: RowFrame | None,
     ) -> Tensor:
         """x [N, H] with N = B * T -> [N, H]. `rows` [2, B, kv_heads, T, hd] takes the new K/V, which are also the last T
-        rows of `keys` and `values` [B, kv_heads, n + T, hd]; mask [T, n + T] or None."""
+        rows of `keys` and `values` [B, kv_heads, n + T, hd] (whole tiles with a `frame`); mask [T, n + T] or None."""
         batch, count = rows.shape[1], rows.shape[3]
         qkv = self.qkv(self.input_norm(x)).view(batch, count, -1, self.head_dim)
         rotated = qkv.narrow(2, 0, self.rotated)
@@ -91,7 +124,11 @@ class DenseLayer:
             rotated.copy_(self.qk_norm(rotated))
         rotate_(rotated, cos, sin)
         rows.copy_(new.view(batch, count, 2, self.kv_heads, self.head_dim).permute(2, 0, 3, 1, 4))
-        mixed = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, mask, 0.0, causal, enable_gqa=self.grouped)
+        query = query.transpose(1, 2)
+        if frame is None:
+            mixed = F.scaled_dot_product_attention(query, keys, values, mask, 0.0, causal, enable_gqa=self.grouped)
+        else:
+            mixed = frame.attend(query, keys, values, self.grouped)
         h = self.output(mixed.transpose(1, 2).reshape(batch * count, -1)).add_(x)
         gate, up = self.gate_up(self.mlp_norm(h)).chunk(2, dim=-1)
         return self.down(F.silu(gate, inplace=True) * up).add_(h)
@@ -195,13 +232,18 @@ class DenseTarget:
         cache.reserve(count)
         past = cache.length
         cos, sin = self.rotary.rows(past, count)
-        causal = past == 0 and count > 1  # the whole context is this piece: no mask to build
-        mask = None if causal else causal_mask(past, count, self.dtype, self.device)
-        keys, values = cache.visible()
+        framed = self.device.type == "cpu" and count <= ROWS
+        causal = not framed and past == 0 and count > 1  # the whole context is this piece: no mask to build
+        mask = None if causal or framed else causal_mask(past, count, self.dtype, self.device)
+        keys, values = cache.visible(whole_tiles=framed)
+        frame = None
+        if framed:
+            config = self.config
+            frame = RowFrame(past, count, keys[0].shape[2], batch, config.num_heads, config.head_dim, self.dtype)
         x = F.embedding(tokens.reshape(-1), self.embedding)
         captured: dict[int, Tensor] = {}
         for index, (layer, rows, key, value) in enumerate(zip(self.layers, cache.pending_rows(), keys, values, strict=True)):
-            x = layer.forward(x, rows, key, value, cos, sin, mask, causal)
+            x = layer.forward(x, rows, key, value, cos, sin, mask, causal, frame)
             if index in self.taps:
                 captured[index] = x
         features = torch.cat([captured[i] for i in self.taps], dim=-1).view(batch, count, -1) if self.taps else None

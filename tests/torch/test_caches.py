@@ -73,10 +73,11 @@ def test_content_equals_a_plain_list(steps):
 
 def test_views_are_of_one_buffer_and_of_the_right_batch():
     cache = make(batch=3)
-    assert cache.nbytes == 3 * 2 * 3 * 2 * 12 * 4 * 4
+    assert cache.nbytes == 3 * 2 * 3 * 2 * 16 * 4 * 4  # 12 rows asked for, room in whole tiles of 16
     cache.reserve(5)
     assert {tuple(view.shape) for view in cache.pending_rows()} == {(2, 3, 2, 5, 4)}
     assert {tuple(view.shape) for half in cache.visible() for view in half} == {(3, 2, 5, 4)}
+    assert {tuple(view.shape) for half in cache.visible(whole_tiles=True) for view in half} == {(3, 2, 16, 4)}
 
 
 def test_misuse_is_one_line():

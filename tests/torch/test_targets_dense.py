@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dspine.common.errors import DSpineError
 from dspine_cuda.targets.dense import DenseTarget
+from dspine_cuda.targets.layers import can_pack
 from dspine_cuda.targets.load import load_target
 from tests.helpers.models import VOCAB, edit_config, greedy_reference, greedy_target, one_thread, prompt, save_tiny
 
@@ -309,3 +310,26 @@ def test_prompt_and_capacity_limits_are_one_line(qwen):
         target.prefill(cache, prompt(9)[:, :0], chunk=4)
     with pytest.raises(DSpineError, match="tokens of 2 sequences, but the cache holds 1"):
         target.prefill(cache, prompt(3, batch=2), chunk=4)
+
+
+def test_bfloat16_rows_are_bit_identical_alone_and_in_a_block(tmp_path):
+    """Greedy verification equals plain decoding in bfloat16 on CPUs that pack weights: every row, every width, bit for bit."""
+    if not can_pack(torch.bfloat16, torch.device("cpu")):
+        pytest.skip("this CPU has no packed bfloat16 products: rows may differ by rounding (README, losslessness)")
+    save_tiny(tmp_path, "llama", hidden_size=64, intermediate_size=128)
+    target = load(tmp_path, "bfloat16")
+    ids = torch.tensor([prompt(61)])
+    start = 29  # rows 29..44 cross a key tile
+    cache = target.make_cache(96)
+    target.prefill(cache, ids[:, :start], chunk=64)
+    alone = []
+    for position in range(start, start + 16):
+        verification = target.finish(cache, target.begin(cache, ids[:, position : position + 1]), 1)
+        alone.append(verification.logits[0, 0].clone())
+        target.commit(cache, verification, 1)
+    for w in range(2, 17):
+        cache = target.make_cache(96)
+        target.prefill(cache, ids[:, :start], chunk=64)
+        verification = target.finish(cache, target.begin(cache, ids[:, start : start + w]), w)
+        for row in range(w):
+            assert torch.equal(verification.logits[0, row], alone[row]), f"row {row} of {w}"
