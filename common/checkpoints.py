@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,14 +177,14 @@ class DraftTensors:
             return dequantize_affine(array, scales, biases, int(form["bits"]), int(form["group_size"]))
         return array.astype(np.float32)
 
-    def transfer_codes(self, head_weight: np.ndarray) -> np.ndarray:
-        """C float32 [V, r]: stored, or made from the stored basis and the target's LM head [V, H]."""
+    def transfer_codes(self, head_weight: Callable[[], np.ndarray]) -> np.ndarray:
+        """C float32 [V, r]: stored, or made from the stored basis and the target's LM head [V, H], asked for only then."""
         rank, vocab = self.config.dspine.transfer_rank, self.config.vocab_size  # type: ignore[union-attr]
         if CODES in self._entries:
             codes = _read(self._entries[CODES]).astype(np.float32)
         else:
             vectors, values, mean = (_read(self._entries[name]).astype(np.float64) for name in BASIS)
-            codes = transfer_codes(head_weight.astype(np.float64), TransferBasis(vectors, values, mean)).astype(np.float32)
+            codes = transfer_codes(head_weight().astype(np.float64), TransferBasis(vectors, values, mean)).astype(np.float32)
         if codes.shape != (vocab, rank):
             raise CheckpointError(f"{self.folder}: {CODES} has shape {list(codes.shape)}, the config asks for {[vocab, rank]}")
         return codes

@@ -318,7 +318,7 @@ def load_drafter(folder: Path, target: Any) -> TorchDrafter:
     tensors = DraftTensors(Path(folder), config)
     state = {name: torch.from_numpy(tensors.read(name)).to(device, dtype) for name in expected_tensors(config)}
     model.load_state_dict(state, strict=True, assign=True)
-    codes = torch.zeros(0) if config.dspine is None else torch.from_numpy(tensors.transfer_codes(target.head_weight()))
+    codes = torch.zeros(0) if config.dspine is None else torch.from_numpy(tensors.transfer_codes(target.head_weight))
     model.transfer_codes = codes.to(device, dtype)
     tensors.finish()
     model.requires_grad_(False)

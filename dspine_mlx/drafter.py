@@ -304,7 +304,7 @@ def load_drafter(folder: Path, target: Any) -> MlxDrafter:
     model.eval()
     mx.eval(model.parameters())
     if config.dspine is not None:
-        model.bind_codes(tensors.transfer_codes(target.head_weight()))
+        model.bind_codes(tensors.transfer_codes(target.head_weight))
     tensors.finish()
     model.rope(1024)
     target.bind_features(config.target_layer_ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from dspine.common.selection.policies import StaticPolicy
 from dspine_mlx import generate as api
 from dspine_mlx.drafter import load_drafter
 from dspine_mlx.targets import load_target
+from tests.helpers.drafters import Prompted
 from tests.mlx.toys import HIDDEN, VOCAB, drafter_folder, save_model, toy_model, toy_target
 
 PROMPT = [3, 5, 7, 11, 13]
@@ -38,23 +38,6 @@ def pair():
     return target, text
 
 
-class Prompted:
-    """The real drafter, whose drafts are overwritten by the right text except at every `wrong_every`-th position: rounds of
-    every acceptance length, while context K/V, proposals and commits are the real ones."""
-
-    def __init__(self, drafter: Any, text: list[int], wrong_every: int) -> None:
-        self.drafter, self.text, self.wrong_every = drafter, text, wrong_every
-        self.config, self.info, self.make_cache, self.commit = drafter.config, drafter.info, drafter.make_cache, drafter.commit
-
-    def propose(self, cache: Any, anchor: mx.array, request: Any) -> Any:
-        proposal = self.drafter.propose(cache, anchor, request)
-        start = cache.length - len(PROMPT) + 1
-        right = self.text[start : start + self.config.num_proposals]
-        rows = [(t + (i % self.wrong_every == 0)) % VOCAB for i, t in enumerate(right, start=start)]
-        rows += [0] * (self.config.num_proposals - len(rows))
-        return replace(proposal, tokens=mx.array([rows], dtype=mx.int32))
-
-
 def tokens_of(target: Any, drafter: Any, count: int = COUNT, **options: Any) -> list[int]:
     params = DecodingParams(max_tokens=count, break_even=0.0, prefill_chunk=3, **options)
     return [event.token for event in decode(target, drafter, PROMPT, params)]
@@ -66,7 +49,7 @@ def test_s3_greedy_is_mlx_lms(pair, method, block, tmp_path):
     """Tier 1: float32, 256 tokens, every block size, both drafters."""
     target, text = pair
     drafter = load_drafter(drafter_folder(tmp_path / "d", method, block, target.head_weight()), target)
-    assert tokens_of(target, Prompted(drafter, text, wrong_every=5)) == text[:COUNT]
+    assert tokens_of(target, Prompted(drafter, PROMPT, text, wrong_every=5)) == text[:COUNT]
 
 
 @pytest.mark.parametrize("method", ["dspine", "dflash"])

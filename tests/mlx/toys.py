@@ -11,12 +11,9 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
-from safetensors.numpy import save_file
 
-from dspine.common.checkpoints import CODES, expected_tensors
-from dspine.common.configs import parse_drafter_config
-from dspine.common.transfer_space import transfer_basis, transfer_codes
 from dspine_mlx.targets import PlainTarget, wrap_model
+from tests.helpers import drafters
 
 VOCAB, HIDDEN, LAYERS = 96, 32, 4
 TIED = ("gemma",)
@@ -65,31 +62,10 @@ def save_model(folder: Path, model: nn.Module, config: dict[str, Any], dtype: mx
 
 
 def drafter_card(method: str, block: int, **changes: Any) -> dict[str, Any]:
-    card: dict[str, Any] = {
-        "architectures": ["DSpineDraftModel" if method == "dspine" else "DFlashDraftModel"],
-        "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "vocab_size": VOCAB, "max_position_embeddings": 1024,
-        "rope_theta": 10000.0, "num_target_layers": LAYERS, "block_size": block,
-        "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": [1, 2]},
-    }  # fmt: skip
-    if method == "dspine":
-        card["dspine_config"] = {"transfer_rank": 8, "message_size": 6, "top_k": 4}
-    return card | changes
+    """config.json of a drafter for a toy target."""
+    return drafters.drafter_card(method, block, np.zeros((VOCAB, HIDDEN)), LAYERS, **changes)
 
 
 def drafter_folder(folder: Path, method: str, block: int, head: np.ndarray, seed: int = 0, **changes: Any) -> Path:
     """A drafter of random weights for a toy target whose LM head is `head` [V, H]."""
-    folder.mkdir(exist_ok=True)
-    card = drafter_card(method, block, **changes)
-    config = parse_drafter_config(card)
-    rng = np.random.default_rng(seed)
-    tensors = {}
-    for name, shape in expected_tensors(config).items():
-        scale = 1.0 / shape[-1] ** 0.5 if len(shape) > 1 else 0.1
-        tensors[name] = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, scale, shape).astype(np.float32)
-    if config.dspine is not None:
-        wide = head.astype(np.float64)
-        tensors[CODES] = transfer_codes(wide, transfer_basis(wide, config.dspine.transfer_rank)).astype(np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(card))
-    return folder
+    return drafters.drafter_folder(folder, method, block, head, LAYERS, seed, **changes)

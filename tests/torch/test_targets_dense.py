@@ -316,9 +316,10 @@ def test_bfloat16_rows_are_bit_identical_alone_and_in_a_block(tmp_path):
     """Greedy verification equals plain decoding in bfloat16 on CPUs that pack weights: every row, every width, bit for bit."""
     if not can_pack(torch.bfloat16, torch.device("cpu")):
         pytest.skip("this CPU has no packed bfloat16 products: rows may differ by rounding (README, losslessness)")
-    save_tiny(tmp_path, "llama", hidden_size=64, intermediate_size=128)
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    save_tiny(tmp_path, "llama", num_hidden_layers=2, initializer_range=0.05, **shape)  # SmolLM2's layers
     target = load(tmp_path, "bfloat16")
-    ids = torch.tensor([prompt(61)])
+    ids = prompt(61)
     start = 29  # rows 29..44 cross a key tile
     cache = target.make_cache(96)
     target.prefill(cache, ids[:, :start], chunk=64)
