@@ -40,12 +40,17 @@ def injection_gate(receiver: Array, predecessor: Array, weights: InjectionWeight
 
 
 @operation
-def injection_write(hidden: Array, gated: Array, write: Array) -> Array:
-    """h = u + RMS(u) W (g * m): `hidden` u [..., H], `gated` [..., a], `write` [H, a]. RMS in float32, no epsilon."""
+def injection_write(hidden: Array, gated: Array, write: Array, norm: Any | None = None) -> Array | tuple[Array, Array]:
+    """h = u + RMS(u) W (g * m): `hidden` u [..., H], `gated` [..., a], `write` [H, a]. RMS in float32, no epsilon.
+
+    With `norm` (a callable; kernels need its `weight` [H] and `eps`, see `RMSNorm`), the next layer's input norm is
+    fused: returns (h, norm(h)), else h. The sum is float32, rounded once to the dtype of `hidden`.
+    """
     xp = array_namespace(hidden, gated)
     wide = at_least_float32(hidden)
-    rms = astype(xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True)), hidden.dtype)
-    return hidden + rms * xp.matmul(gated, write.T)
+    rms = xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True))
+    written = astype(wide + rms * at_least_float32(xp.matmul(gated, write.T)), hidden.dtype)
+    return written if norm is None else (written, norm(written))
 
 
 def inject(

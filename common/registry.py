@@ -62,12 +62,15 @@ def register_kernel(
 
 
 def operation(function: F) -> F:
-    """Mark a core function as an operation: calls go to the kernel of the first argument's namespace and device."""
+    """Mark a core function as an operation: calls go to the kernel of the first argument's namespace and device.
+
+    The first argument is positional; `.reference` is the core's own code.
+    """
     name = function.__name__
     _operations[name] = function
 
     @functools.wraps(function)
-    def dispatch(array: Any, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(array: Any, /, *args: Any, **kwargs: Any) -> Any:
         kernel = find_kernel(name, array)
         if kernel is None or (kernel.supports is not None and not kernel.supports(array, *args, **kwargs)):
             return function(array, *args, **kwargs)

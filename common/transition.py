@@ -7,6 +7,7 @@ parallel step; the walk then only looks up.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from dspine.common.arrays import array_namespace, astype, at_least_float32, softmax, take_along
@@ -24,6 +25,17 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     wide = at_least_float32(x)
     scaled = wide / xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return weight * astype(scaled, x.dtype)
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """A norm as the operations take it: callable, with the `weight` [H] and `eps` that a fused kernel reads."""
+
+    weight: Array
+    eps: float
+
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(x, self.weight, self.eps)
 
 
 def refine(hidden: Array, predecessor_code: Array, weights: InjectionWeights, norm: Callable[[Array], Array]) -> Array:
@@ -45,7 +57,8 @@ def transition_scores(
 
     hidden: pre-injection u_L of rows 1..M [..., M, H]; predecessor_codes: sqrt(r) C of the K candidates of the row
     before (row 1: the anchor, K times) [..., M, K, r]; candidate_rows: LM-head rows of each row's own candidates
-    [..., M, K, H]. Returns [..., M, K, K].
+    [..., M, K, H]; norm: the final norm, any callable (kernels need its `weight` [H] and `eps`, see `RMSNorm`; torch's and
+    MLX's own modules have both). Returns [..., M, K, K].
     """
     xp = array_namespace(hidden, predecessor_codes, candidate_rows)
     receiver = xp.expand_dims(read_prediction(hidden, weights.readout), axis=-2)  # once a row; broadcasts over its K pairs
