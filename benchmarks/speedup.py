@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for index, (name, prompt) in enumerate(prompts):
         row: dict[str, Any] = {"set": name, "index": index}
-        contenders = ["speculative", "plain", "transformers"][: 3 if other else 2]
+        contenders = ["speculative"] + ["plain"] * args.plain + ["transformers"] * (other is not None)
         for contender in contenders[index % len(contenders) :] + contenders[: index % len(contenders)]:
             if contender == "transformers":
                 count, seconds = other.run(prompt, args.max_tokens)  # type: ignore[union-attr]
@@ -100,7 +100,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             row[f"{contender}_ids"] = result.token_ids
             if contender == "speculative":
                 row |= {"tau": stats.mean_acceptance_length, "stats": stats.as_dict(), "repeats": repeats(result.token_ids)}
-        row["same_text"] = row.pop("speculative_ids") == row.pop("plain_ids")
+        ids = [row.pop(f"{name}_ids", None) for name in ("speculative", "plain")]
+        row["same_text"] = ids[0] == ids[1] if args.plain else None
         rows.append(row)
         print(f"{index + 1}/{len(prompts)} {name}: tau {row['tau']:.2f}", file=sys.stderr, flush=True)
     facts = {"backend": engine.runtime, "backend_reason": engine.backend_reason, "adapter": engine.target.info.adapter}
@@ -114,7 +115,7 @@ def speed(row: dict[str, Any]) -> float:
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians with quartiles, per set and over all."""
-    summary: dict[str, Any] = {"prompts": len(rows), "same_text": sum(r["same_text"] for r in rows)}
+    summary: dict[str, Any] = {"prompts": len(rows), "same_text": sum(bool(r["same_text"]) for r in rows)}
     for name in [*dict.fromkeys(r["set"] for r in rows), "all"]:
         some = [r for r in rows if name in ("all", r["set"])]
         entry: dict[str, Any] = {"tau_mean_of_prompts": statistics.mean(r["tau"] for r in some)}
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--acceptance", default="auto")
     parser.add_argument("--policy", default="full")
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--plain", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     result = measure(args)
