@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dspine.common import arrays
 from dspine.common.registry import register_device, register_kernel
+from dspine_cuda import cpu_ops
 
 _LOW_WORD = 0xFFFFFFFF
 _KEYED = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,3 +40,6 @@ def register() -> None:
         register_kernel(
             name, namespace="torch", device=device, function=top_k, name="torch.topk over keys", supports=_supports_top_k
         )
+    for function, supports in ((cpu_ops.transition_scores, cpu_ops.on_cpu_in_half), (cpu_ops.path_walk, None)):
+        name = function.__name__
+        register_kernel(name, namespace="torch", device="cpu", function=function, name=f"torch {name}", supports=supports)
