@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspine.common import arrays
+from dspine.common import arrays, transition
 from dspine.common.registry import register_device, register_kernel
 from dspine_cuda import cpu_ops
 
@@ -40,6 +40,10 @@ def register() -> None:
         register_kernel(
             name, namespace="torch", device=device, function=top_k, name="torch.topk over keys", supports=_supports_top_k
         )
-    for function, supports in ((cpu_ops.transition_scores, cpu_ops.on_cpu_in_half), (cpu_ops.path_walk, None)):
-        name = function.__name__
+    on_cpu = (
+        (transition.transition_scores, cpu_ops.transition_scores, cpu_ops.on_cpu_in_half),
+        (transition.path_walk, cpu_ops.path_walk, None),
+    )
+    for core, function, supports in on_cpu:
+        name = core.__name__
         register_kernel(name, namespace="torch", device="cpu", function=function, name=f"torch {name}", supports=supports)
