@@ -1,0 +1,2 @@
+// Nothing to log to.
+#pragma once
