@@ -6,8 +6,25 @@ import mlx.core as mx
 
 from dspine.common import arrays as core
 from dspine.common.registry import register_device, register_kernel
+from dspine.kernels_metal import (
+    accept,
+    correct_length,
+    draft_signals,
+    gdn_commit,
+    gdn_inputs,
+    gdn_verify,
+    injection_gate,
+    injection_write,
+    path_walk,
+    select_length,
+    transition_scores,
+)
 from dspine_mlx.arrays import device_name
 
+METAL = (
+    *(gdn_inputs, gdn_verify, gdn_commit, injection_gate, injection_write, draft_signals, transition_scores, path_walk),
+    *(select_length, correct_length, accept),
+)
 _BLOCK = 128  # two short sorts instead of one over the whole vocabulary
 
 
@@ -45,3 +62,5 @@ def register() -> None:
             name="mlx-two-level",
             supports=_top_k_pays,
         )
+    for kernel in METAL:  # for device `metal` only: elsewhere MLX runs the core's own code
+        kernel.register()
