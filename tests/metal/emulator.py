@@ -219,7 +219,7 @@ def run_kernel(
     kernel = kernel_text(name, source, header, operands, outputs, values, atomic_outputs)
     entry = _entry(translation_unit(kernel, source), check)
     launch = functools.partial(
-        _launch, entry[1], kernel, operands, [array for _, array in pairs], outputs, grid, threadgroup,
+        _launch, name, entry[1], kernel, operands, [array for _, array in pairs], outputs, grid, threadgroup,
         schedule=SCHEDULES.index(schedule), check=check, seed=seed, init_value=init_value, cpu_seconds=cpu_seconds,
         workers=workers or min(2, os.cpu_count() or 1),
     )  # fmt: skip
@@ -244,7 +244,7 @@ def _check_limits(grid: tuple[int, int, int], threadgroup: tuple[int, int, int])
 
 
 def _launch(
-    entry: int, kernel: KernelText, inputs: list[Operand], arrays: list[np.ndarray], outputs: list[Operand],
+    name: str, entry: int, kernel: KernelText, inputs: list[Operand], arrays: list[np.ndarray], outputs: list[Operand],
     grid: tuple[int, int, int], threadgroup: tuple[int, int, int], *, poison: bytes, schedule: int, check: bool, seed: int,
     init_value: float | None, cpu_seconds: float, workers: int,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
@@ -273,7 +273,7 @@ def _launch(
     _last_report = Report(launch.threadgroup_bytes, launch.benign_races)
     if error:
         message = launch.message.decode(errors="replace")
-        raise KernelFault(_ERRORS[error], f"kernel {kernel.function!r}: {message}")
+        raise KernelFault(_ERRORS[error], f"kernel {name!r}: {message}")
     suspects = []
     if init_value is None:
         suspects = [
@@ -340,8 +340,9 @@ def emulated_metal_kernel(
 
         del verbose, stream
         arrays = run_kernel(
-            name, source, header, input_names, inputs, output_names, output_shapes, output_dtypes, tuple(grid), tuple(threadgroup),
-            template or (), schedule, check, seed=seed, init_value=init_value, atomic_outputs=atomic_outputs, cpu_seconds=cpu_seconds,
+            name, source, header, input_names, inputs, output_names, output_shapes, output_dtypes, tuple(grid),
+            tuple(threadgroup), template or (), schedule, check, seed=seed, init_value=init_value,
+            atomic_outputs=atomic_outputs, cpu_seconds=cpu_seconds,
         )  # fmt: skip
         names = [dtype_name(dtype) for dtype in output_dtypes]
         return [_to_mlx(mx, a, n) for a, n in zip(arrays, names, strict=True)]

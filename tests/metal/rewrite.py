@@ -32,7 +32,7 @@ def rewrite_threadgroup(body: str) -> tuple[str, int]:
             alias = f"emu_type_{count}"
             out.append(
                 f"using {alias} = {kind}{dimensions}; {alias}& {name} = *({alias}*)"
-                f'emu_threadgroup({count}, sizeof({alias}), alignof({alias}), "{name}"); '
+                f'emu_threadgroup({count}, sizeof({alias}), sizeof({kind}), alignof({alias}), "{name}"); '
             )
             count += 1
         out.append("\n" * body.count("\n", match.start(), end))

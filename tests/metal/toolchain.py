@@ -26,6 +26,7 @@ _FLAGS = [
     "-fexcess-precision=16",  # every half operation rounds
     "-fno-strict-aliasing",
     "-fwrapv",
+    "-fno-finite-loops",  # an endless loop must stay one, for the watchdog to find
     "-fsigned-char",
     "-ftrivial-auto-var-init=pattern",  # locals that were never set are huge, not zero
     "-w",

@@ -61,7 +61,7 @@ extern "C" {
 emu_exchange emu_simd(const void* value, uint32_t size, emu_reducer reducer, const char* what, int line);
 void emu_simdgroup_barrier(uint32_t flags, int line);
 void emu_threadgroup_barrier(uint32_t flags, int line);
-void* emu_threadgroup(uint32_t id, uint64_t bytes, uint64_t align, const char* name);
+void* emu_threadgroup(uint32_t id, uint64_t bytes, uint32_t item, uint64_t align, const char* name);
 void emu_atomic(const void* address, uint32_t bytes);
 int emu_run(emu_launch* launch);
 }

@@ -309,7 +309,7 @@ extern "C" void emu_threadgroup_barrier(uint32_t flags, int line) {
 }
 
 // -------------------------------------------------------------------------------------------------- threadgroup memory
-extern "C" void* emu_threadgroup(uint32_t id, uint64_t bytes, uint64_t align, const char* name) {
+extern "C" void* emu_threadgroup(uint32_t id, uint64_t bytes, uint32_t item, uint64_t align, const char* name) {
   Worker& w = *emu_self;
   if (id >= MAX_ARRAYS) emu_fail(w, EMU_SETUP, "more than %d threadgroup arrays", int(MAX_ARRAYS));
   Region& r = w.arrays[id];
@@ -321,7 +321,7 @@ extern "C" void* emu_threadgroup(uint32_t id, uint64_t bytes, uint64_t align, co
   w.threadgroup_bytes = total;
   if (!r.pages) r.map(32768);
   r.name = name;
-  r.place(bytes, align > 16 ? align : 16, 1, SPACE_THREADGROUP);
+  r.place(bytes, align > 16 ? align : 16, item, SPACE_THREADGROUP);
   r.live = true;
   r.poison();
   if (w.check) emu_shadow(r, false);
