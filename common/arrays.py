@@ -74,6 +74,29 @@ def row_at(x: Array, index: Array) -> Array:
     return xp.squeeze(take_along(x, index, axis=1), axis=1)
 
 
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + e^-x) without overflow in either direction."""
+    xp = array_namespace(x)
+    small = xp.exp(-xp.abs(x))
+    return xp.where(x >= 0, xp.ones_like(x), small) / (1 + small)
+
+
+def long_sum(x: Array) -> Array:
+    """Sum over a long last axis by blocks of 128: [..., n] -> [...].
+
+    A library that adds one after another in float32 (MLX on the CPU) loses four digits over a vocabulary.
+    """
+    xp = array_namespace(x)
+    pad = -x.shape[-1] % 128
+    if pad:
+        x = xp.concat([x, xp.zeros((*x.shape[:-1], pad), dtype=x.dtype, **_device(x))], axis=-1)
+    return xp.sum(xp.sum(xp.reshape(x, (*x.shape[:-1], -1, 128)), axis=-1), axis=-1)
+
+
+def _device(x: Array) -> dict[str, Any]:
+    return {} if namespace_name(x) == "mlx" else {"device": array_api_compat.device(x)}
+
+
 def softmax(x: Array) -> Array:
     """Softmax over the last axis, in at least float32."""
     xp = array_namespace(x)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dspine.common.arrays import arange, array_namespace, astype, at_least_float32, is_low_precision, take_along
+from dspine.common.arrays import arange, array_namespace, astype, at_least_float32, is_low_precision, sigmoid, take_along
 from dspine.common.errors import DSpineError
 from dspine.common.registry import namespace_name, operation
 
@@ -95,7 +95,7 @@ def gdn_inputs(projected: Array, window: Array, a: Array, b: Array, weights: Gdn
     mixed = sum(rows[:, j : j + count, :] * conv[:, j] for j in range(width))
     if weights.conv_bias is not None:
         mixed = mixed + astype(weights.conv_bias, rows.dtype)
-    mixed = mixed * _sigmoid(mixed)
+    mixed = mixed * sigmoid(mixed)
     keys = layout.key_heads * layout.key_dim
     shape = (batch, count, layout.key_heads, layout.key_dim)
     q = _unit(xp.reshape(mixed[..., :keys], shape)) * layout.key_dim**-0.5
@@ -105,7 +105,7 @@ def gdn_inputs(projected: Array, window: Array, a: Array, b: Array, weights: Gdn
     bias = astype(weights.dt_bias, wide_a.dtype)
     log_decay = -xp.exp(astype(weights.decay_log, wide_a.dtype)) * _softplus(wide_a + bias)
     dtype = projected.dtype
-    return GdnTokens(astype(q, dtype), astype(k, dtype), astype(v, dtype), log_decay, _sigmoid(wide_b))
+    return GdnTokens(astype(q, dtype), astype(k, dtype), astype(v, dtype), log_decay, sigmoid(wide_b))
 
 
 @operation
@@ -293,13 +293,6 @@ def _where_rows(mask: Array, x: Array) -> Array:
     """`x` where `mask` (over its leading axes), else 0: NaN in padding must not spread."""
     xp = array_namespace(mask, x)
     return xp.where(xp.reshape(mask, (*mask.shape, *(1,) * (len(x.shape) - len(mask.shape)))), x, xp.zeros_like(x))
-
-
-def _sigmoid(x: Array) -> Array:
-    """1 / (1 + e^-x) without overflow in either direction."""
-    xp = array_namespace(x)
-    small = xp.exp(-xp.abs(x))
-    return xp.where(x >= 0, xp.ones_like(x), small) / (1 + small)
 
 
 def _softplus(x: Array) -> Array:

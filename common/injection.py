@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dspine.common.arrays import array_namespace, astype, at_least_float32
+from dspine.common.arrays import array_namespace, astype, at_least_float32, sigmoid
+from dspine.common.norms import fused_norm
 from dspine.common.registry import operation
 from dspine.common.transfer_space import read_prediction
 
@@ -32,11 +33,12 @@ class InjectionWeights:
 
 @operation
 def injection_gate(receiver: Array, predecessor: Array, weights: InjectionWeights) -> Array:
-    """g * m: receiver z_t and predecessor z_{t-1} [..., r] -> [..., a]."""
+    """g * m: receiver z_t and predecessor z_{t-1} [..., r] -> [..., a]; float32 inside, rounded once to the dtype of z."""
     xp = array_namespace(receiver, predecessor)
-    gate = xp.matmul(receiver, weights.receiver_gate.T) + xp.matmul(predecessor, weights.predecessor_gate.T) + weights.bias
-    gate = 1 / (1 + xp.exp(-gate))
-    return gate * xp.matmul(predecessor, weights.message.T)
+    dtype, (receiver, predecessor) = predecessor.dtype, (at_least_float32(x) for x in (receiver, predecessor))
+    gate = xp.matmul(receiver, at_least_float32(weights.receiver_gate).T) + at_least_float32(weights.bias)
+    gate = sigmoid(gate + xp.matmul(predecessor, at_least_float32(weights.predecessor_gate).T))
+    return astype(gate * xp.matmul(predecessor, at_least_float32(weights.message).T), dtype)
 
 
 @operation
@@ -44,13 +46,15 @@ def injection_write(hidden: Array, gated: Array, write: Array, norm: Any | None 
     """h = u + RMS(u) W (g * m): `hidden` u [..., H], `gated` [..., a], `write` [H, a]. RMS in float32, no epsilon.
 
     With `norm` (a callable; kernels need its `weight` [H] and `eps`, see `RMSNorm`), the next layer's input norm is
-    fused: returns (h, norm(h)), else h. The sum is float32, rounded once to the dtype of `hidden`.
+    fused: returns (h, norm(h)), else h. The sum is float32; h and norm(h) are each rounded once to the dtype of `hidden`.
     """
     xp = array_namespace(hidden, gated)
     wide = at_least_float32(hidden)
     rms = xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True))
-    written = astype(wide + rms * at_least_float32(xp.matmul(gated, write.T)), hidden.dtype)
-    return written if norm is None else (written, norm(written))
+    message = xp.matmul(at_least_float32(gated), at_least_float32(write).T)
+    wide = wide + rms * message
+    written = astype(wide, hidden.dtype)
+    return written if norm is None else (written, fused_norm(norm, wide, hidden.dtype, hidden.dtype))
 
 
 def inject(

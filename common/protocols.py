@@ -192,6 +192,10 @@ class Runtime(Protocol):
 
     def load_drafter(self, folder: Path, target: Target) -> Drafter: ...
 
+    def parity_backends(self) -> list[Any]:
+        """What `dspine parity` can run here: `common.parity.backends.ParityBackend`s, absent ones with their reason."""
+        ...
+
 
 @dataclass
 class Engine:

@@ -7,7 +7,8 @@ is imported; nothing here looks for them. `DSPINE_KERNELS=reference` forces the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ class Kernel:
 
 _operations: dict[str, Callable[..., Any]] = {}
 _kernels: dict[tuple[str, str, str], Kernel] = {}
+_reference_depth = [0]  # of `reference_only`; parity runs are not concurrent with decoding
 _device_of: dict[str, Callable[[Any], str]] = {"numpy": lambda array: "cpu"}
 
 
@@ -82,13 +84,28 @@ def operation(function: F) -> F:
 
 def find_kernel(operation_name: str, array: Any) -> Kernel | None:
     """The kernel for this array, or None where the core's own code runs."""
-    if kernel_choice() == "reference":
+    if _reference_depth[0] or kernel_choice() == "reference":
         return None
     namespace = namespace_name(array)
     device_of = _device_of.get(namespace)
     if device_of is None:
         return None
     return _kernels.get((operation_name, namespace, device_of(array)))
+
+
+def registered_kernel(operation_name: str, namespace: str, device: str) -> Kernel | None:
+    """What was registered for this key, whatever `DSPINE_KERNELS` says."""
+    return _kernels.get((operation_name, namespace, device))
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Inside, operations run the core's own code, also those that other operations call (parity runs)."""
+    _reference_depth[0] += 1
+    try:
+        yield
+    finally:
+        _reference_depth[0] -= 1
 
 
 def kernel_report() -> dict[str, str]:

@@ -23,7 +23,7 @@ def runtime_names() -> tuple[str, ...]:
 
 def availability(name: str) -> Availability:
     """Whether runtime `name` can run here, and why (not). BackendError for a name nobody registered."""
-    return _look(name)[1]
+    return load_runtime(name)[1]
 
 
 def choose_runtime(name: str = AUTO) -> tuple[Runtime, str]:
@@ -33,13 +33,13 @@ def choose_runtime(name: str = AUTO) -> tuple[Runtime, str]:
     fits; it names what is there and how to install what is not.
     """
     if name != AUTO:
-        runtime, state = _look(name)
+        runtime, state = load_runtime(name)
         if runtime is None or not state.ok:
             raise BackendError(_absent(name, state))
         return runtime, f"asked for; {state.reason}"
     states: dict[str, Availability] = {}
     for candidate in _preference():
-        runtime, state = _look(candidate)
+        runtime, state = load_runtime(candidate)
         states[candidate] = state
         if runtime is not None and state.ok:
             return runtime, _auto_reason(candidate, state, states)
@@ -56,8 +56,8 @@ def _registered() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-def _look(name: str) -> tuple[Runtime | None, Availability]:
-    """The runtime object (None if its module cannot be imported) and its availability."""
+def load_runtime(name: str) -> tuple[Runtime | None, Availability]:
+    """The runtime object called `name` (None if its module cannot be imported) and its availability."""
     registered = _registered()
     if name not in registered:
         known = ", ".join((AUTO, *sorted(registered)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dspine.common.arrays import array_namespace, at_least_float32, top_k
+from dspine.common.arrays import array_namespace, at_least_float32, long_sum, top_k
 from dspine.common.errors import DSpineError
 from dspine.common.registry import operation
 
@@ -36,7 +36,7 @@ def draft_signals(logits: Array, k: int) -> DraftSignals:
     wide, values = at_least_float32(logits), at_least_float32(values)
     shifted = wide - xp.max(wide, axis=-1, keepdims=True)
     weights = xp.exp(shifted)
-    total = xp.sum(weights, axis=-1)
+    total = long_sum(weights)
     products = xp.where(weights > 0, weights * shifted, xp.zeros_like(weights))  # 0 * -inf would be NaN
-    entropy = xp.log(total) - xp.sum(products, axis=-1) / total
+    entropy = xp.log(total) - long_sum(products) / total
     return DraftSignals(values, ids, 1 / total, entropy)

@@ -7,35 +7,17 @@ parallel step; the walk then only looks up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from dspine.common.arrays import array_namespace, astype, at_least_float32, softmax, take_along
 from dspine.common.injection import InjectionWeights, injection_gate, injection_write
+from dspine.common.norms import RMSNorm, fused_norm, rms_norm
 from dspine.common.registry import operation
 from dspine.common.sampling import sample_index
 from dspine.common.transfer_space import read_prediction
 
 Array = Any
-
-
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis, statistics in at least float32."""
-    xp = array_namespace(x, weight)
-    wide = at_least_float32(x)
-    scaled = wide / xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * astype(scaled, x.dtype)
-
-
-@dataclass(frozen=True)
-class RMSNorm:
-    """A norm as the operations take it: callable, with the `weight` [H] and `eps` that a fused kernel reads."""
-
-    weight: Array
-    eps: float
-
-    def __call__(self, x: Array) -> Array:
-        return rms_norm(x, self.weight, self.eps)
+__all__ = ["RMSNorm", "path_walk", "path_walk_sampled", "refine", "rms_norm", "transition_scores"]
 
 
 def refine(hidden: Array, predecessor_code: Array, weights: InjectionWeights, norm: Callable[[Array], Array]) -> Array:
@@ -61,9 +43,12 @@ def transition_scores(
     MLX's own modules have both). Returns [..., M, K, K].
     """
     xp = array_namespace(hidden, predecessor_codes, candidate_rows)
-    receiver = xp.expand_dims(read_prediction(hidden, weights.readout), axis=-2)  # once a row; broadcasts over its K pairs
-    gated = injection_gate(receiver, astype(predecessor_codes, hidden.dtype), weights)
-    refined = norm(injection_write(xp.expand_dims(hidden, axis=-2), gated, weights.write))
+    wide = at_least_float32(hidden)  # nothing is rounded before the scores
+    receiver = read_prediction(wide, at_least_float32(weights.readout))
+    receiver = xp.expand_dims(receiver, axis=-2)  # once a row; broadcasts over its K pairs
+    gated = injection_gate.reference(receiver, astype(predecessor_codes, wide.dtype), weights)
+    written = injection_write.reference(xp.expand_dims(wide, axis=-2), gated, weights.write)
+    refined = fused_norm(norm, written, hidden.dtype, wide.dtype)
     rows = xp.matrix_transpose(candidate_rows) if hasattr(xp, "matrix_transpose") else xp.swapaxes(candidate_rows, -1, -2)
     return xp.matmul(at_least_float32(refined), at_least_float32(rows))
 

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from dspine.common.errors import BackendError
+from dspine.common.parity.backends import ParityBackend
 from dspine.common.protocols import Availability, Drafter, Target
 
 INSTALL = 'pip install "dspine[cuda]"'
@@ -44,6 +45,15 @@ class TorchRuntime:
         from dspine_cuda.drafter import load_drafter
 
         return load_drafter(Path(folder), target)
+
+    def parity_backends(self) -> list[ParityBackend]:
+        """`torch-ops` and `triton`, each skipped with a reason where it cannot run."""
+        found = self.availability()
+        if not found.ok:
+            return [ParityBackend(name, "none", skipped=found.reason) for name in ("torch-ops", "triton")]
+        from dspine_cuda import parity
+
+        return parity.backends()
 
     def _require(self) -> None:
         found = self.availability()

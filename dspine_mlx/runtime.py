@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspine.common.errors import BackendError
+from dspine.common.parity.backends import ParityBackend
 from dspine.common.protocols import Availability
 
 _INSTALL = "pip install 'dspine[mlx]'"
@@ -44,6 +45,15 @@ class MlxRuntime:
         from dspine_mlx.drafter import load_drafter
 
         return load_drafter(Path(folder), target)
+
+    def parity_backends(self) -> list[ParityBackend]:
+        """`mlx-ops` and `metal`, each skipped with a reason where it cannot run."""
+        found = self.availability()
+        if not found.ok:
+            return [ParityBackend(name, "none", skipped=found.reason) for name in ("mlx-ops", "metal")]
+        from dspine_mlx import parity
+
+        return parity.backends()
 
     def _require(self) -> Availability:
         found = self.availability()

@@ -14,6 +14,7 @@ import typer
 
 from dspine.common.cli import generate as generate_command
 from dspine.common.cli import info as info_command
+from dspine.common.cli import parity as parity_command
 from dspine.common.cli.options import GenerateOptions, command_from
 from dspine.common.embedded import EMBEDDED_NAME
 from dspine.common.errors import BackendError, DSpineError
@@ -44,6 +45,7 @@ def build_app() -> typer.Typer:
     app.command("generate")(command_from(GenerateOptions, generate_command.generate))
     app.command("prepare")(_prepare)
     app.command("info")(info_command.info)
+    app.command("parity")(parity_command.parity)
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         _add_lazy(app, point)
     return app

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dspine.common.arrays import arange, array_namespace, astype, take_along
+from dspine.common.arrays import arange, array_namespace, astype, sigmoid, take_along
 from dspine.common.errors import DSpineError
 from dspine.common.registry import operation
 
@@ -79,8 +79,7 @@ def conditional_acceptance(confidence: Array, entropy: Array, tables: LengthTabl
     c = tables.coefficients
     logit = c[0] + c[1] * calibrated + c[2] * position + c[3] * calibrated * position
     logit = logit + c[4] * xp.log1p(entropy) + c[5] * xp.stack(changes, axis=1)
-    small = xp.exp(-xp.abs(logit))
-    return xp.where(logit >= 0, xp.ones_like(small), small) / (1 + small)
+    return sigmoid(logit)
 
 
 @operation

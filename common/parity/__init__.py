@@ -1,0 +1,1 @@
+"""One operation, several backends, one float64 reference: the table behind `dspine parity` and `tests/parity`."""
