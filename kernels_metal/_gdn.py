@@ -13,8 +13,8 @@ MAX_HEAD = 512  # registers: a lane holds 4 x Dk / 32 numbers
 # Needs in scope: DK, DV, ROWS, CHUNKS, `state` (the head's base), `first` (its first row), `lane`.
 LOAD = """
     float s[ROWS * CHUNKS];
-    for (int r = 0; r < ROWS; ++r) {
-        for (int c = 0; c < CHUNKS; ++c) {
+    DSPINE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        DSPINE_UNROLL for (int c = 0; c < CHUNKS; ++c) {
             const int column = c * 32 + lane, row = first + r;
             s[r * CHUNKS + c] = row < DV && column < DK ? state[size_t(row) * DK + column] : 0.0f;
         }
@@ -22,8 +22,8 @@ LOAD = """
 """
 
 STORE = """
-    for (int r = 0; r < ROWS; ++r) {
-        for (int c = 0; c < CHUNKS; ++c) {
+    DSPINE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        DSPINE_UNROLL for (int c = 0; c < CHUNKS; ++c) {
             const int column = c * 32 + lane, row = first + r;
             if (row < DV && column < DK) {
                 kept_state[size_t(row) * DK + column] = s[r * CHUNKS + c];
@@ -38,19 +38,19 @@ FOLD = """
     if (m > 0) {
         const float g_last = fold_g[size_t(m - 1) * value_heads];
         const float carry = metal::exp(g_last);
-        for (int i = 0; i < ROWS * CHUNKS; ++i) {
+        DSPINE_UNROLL for (int i = 0; i < ROWS * CHUNKS; ++i) {
             s[i] *= carry;
         }
         for (int j = 0; j < m; ++j) {
             const float weight = metal::exp(g_last - fold_g[size_t(j) * value_heads]);
             float z[ROWS];
-            for (int r = 0; r < ROWS; ++r) {
+            DSPINE_UNROLL for (int r = 0; r < ROWS; ++r) {
                 z[r] = first + r < DV ? weight * fold_z[size_t(j) * value_heads * DV + first + r] : 0.0f;
             }
-            for (int c = 0; c < CHUNKS; ++c) {
+            DSPINE_UNROLL for (int c = 0; c < CHUNKS; ++c) {
                 const int column = c * 32 + lane;
                 const float key = column < DK ? float(fold_k[size_t(j) * key_heads * DK + column]) : 0.0f;
-                for (int r = 0; r < ROWS; ++r) {
+                DSPINE_UNROLL for (int r = 0; r < ROWS; ++r) {
                     s[r * CHUNKS + c] += z[r] * key;
                 }
             }

@@ -28,14 +28,14 @@ SOURCE = MetalSource(
     const int column0 = int(simd) * COLS;
     decltype(x + 0) left[ROWS];
     decltype(weight + 0) right[COLS];
-    for (int r = 0; r < ROWS; ++r) {  // rows and columns past the end read the last one and are not written
+    DSPINE_UNROLL for (int r = 0; r < ROWS; ++r) {  // rows and columns past the end read the last one and are not written
         left[r] = x + size_t(min(row0 + r, rows - 1)) * width;
     }
-    for (int c = 0; c < COLS; ++c) {
+    DSPINE_UNROLL for (int c = 0; c < COLS; ++c) {
         right[c] = weight + size_t(min(column0 + c, columns - 1)) * width;
     }
     float sums[ROWS * COLS];
-    for (int i = 0; i < ROWS * COLS; ++i) {
+    DSPINE_UNROLL for (int i = 0; i < ROWS * COLS; ++i) {
         sums[i] = 0;
     }
     add_dots<ROWS, COLS>(sums, left, right, width, lane);

@@ -7,16 +7,19 @@ parameters, because MLX places inputs of fewer than 8 elements in `constant` and
 from __future__ import annotations
 
 REDUCE = """
+// Loops over a thread's arrays are unrolled whole, so that the arrays stay in registers.
+#define DSPINE_UNROLL _Pragma("clang loop unroll(full)")
+
 // Totals over the 32 lanes of N values at once (N a power of two, at most 32): lane l returns the total of value
 // l / (32 / N). Each step halves the values a lane carries; every total is the same tree of sums for any N.
 template <int N>
 inline float lane_totals(thread float* values, uint lane) {
     int count = N;
-    for (ushort offset = 16; offset > 0; offset >>= 1) {
+    DSPINE_UNROLL for (ushort offset = 16; offset > 0; offset >>= 1) {
         if (count > 1) {
             count >>= 1;
             const bool upper = (lane & offset) != 0;
-            for (int i = 0; i < count; ++i) {
+            DSPINE_UNROLL for (int i = 0; i < count; ++i) {
                 const float kept = upper ? values[i + count] : values[i];
                 const float sent = upper ? values[i] : values[i + count];
                 values[i] = kept + simd_shuffle_xor(sent, offset);
@@ -58,12 +61,12 @@ template <int R, int C, typename X, typename W>
 inline void add_dots(thread float* values, thread const X* x, thread const W* w, int length, uint lane) {
     for (int k = int(lane); k < length; k += 32) {
         float right[C];
-        for (int c = 0; c < C; ++c) {
+        DSPINE_UNROLL for (int c = 0; c < C; ++c) {
             right[c] = float(w[c][k]);
         }
-        for (int r = 0; r < R; ++r) {
+        DSPINE_UNROLL for (int r = 0; r < R; ++r) {
             const float left = float(x[r][k]);
-            for (int c = 0; c < C; ++c) {
+            DSPINE_UNROLL for (int c = 0; c < C; ++c) {
                 values[r * C + c] += left * right[c];
             }
         }

@@ -41,7 +41,7 @@ STRIPS = MetalSource(
     const int start = int(strip) * THREADS * EACH;
     float mine[EACH];
     uint left = 0;  // bit i: logit i of this thread has not been taken
-    for (int i = 0; i < EACH; ++i) {
+    DSPINE_UNROLL for (int i = 0; i < EACH; ++i) {
         const int id = start + i * THREADS + thread_id;
         mine[i] = id < vocabulary ? float(x[id]) : -INFINITY;
         left |= id < vocabulary ? 1u << i : 0u;
@@ -52,7 +52,7 @@ STRIPS = MetalSource(
         Best best;
         best.value = 0;
         best.id = -1;
-        for (int i = 0; i < EACH; ++i) {
+        DSPINE_UNROLL for (int i = 0; i < EACH; ++i) {
             Best other;
             other.value = mine[i];
             other.id = (left >> i & 1u) ? start + i * THREADS + thread_id : -1;
@@ -71,7 +71,7 @@ STRIPS = MetalSource(
         }
     }
     float total = 0, products = 0;
-    for (int i = 0; i < EACH; ++i) {
+    DSPINE_UNROLL for (int i = 0; i < EACH; ++i) {
         const float shifted = mine[i] - highest;
         const float weight = highest == -INFINITY ? 0.0f : metal::exp(shifted);
         total += weight;
@@ -101,7 +101,7 @@ MERGE = MetalSource(
     const auto n = strip_ids + row * strips * count;
     const auto s = strip_sums + row * strips * 2;
     int taken[EACH];
-    for (int i = 0; i < EACH; ++i) {
+    DSPINE_UNROLL for (int i = 0; i < EACH; ++i) {
         taken[i] = 0;
     }
     float highest = 0;
@@ -110,7 +110,7 @@ MERGE = MetalSource(
         best.value = 0;
         best.id = -1;
         int from = 0;
-        for (int i = 0; i < EACH; ++i) {
+        DSPINE_UNROLL for (int i = 0; i < EACH; ++i) {
             const int strip = i * 32 + int(lane);
             if (strip < strips && taken[i] < count) {
                 Best other;
@@ -122,7 +122,7 @@ MERGE = MetalSource(
             }
         }
         const Best whole = lane_best(best);
-        for (int i = 0; i < EACH; ++i) {
+        DSPINE_UNROLL for (int i = 0; i < EACH; ++i) {
             taken[i] += whole.id >= 0 && whole.id == best.id && i == from ? 1 : 0;
         }
         if (j == 0) {

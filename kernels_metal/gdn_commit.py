@@ -18,6 +18,7 @@ from dspine.common.gdn import GdnFactors
 from dspine.common.registry import register_kernel
 from dspine.kernels_metal._gdn import FOLD, LOAD, MAX_HEAD, SIMDS, STORE, TILE
 from dspine.kernels_metal._launch import METAL, SIMD, MetalSource, ceil_div, floating, launch, mlx
+from dspine.kernels_metal._source import REDUCE
 
 Array = Any
 MOVES = 4  # window elements a thread
@@ -26,6 +27,7 @@ SOURCE = MetalSource(
     name="dspine_gdn_commit",
     inputs=("states", "factor_z", "factor_k", "factor_g", "windows", "block", "committed", "sizes"),
     outputs=("new_states", "new_windows"),
+    header=REDUCE,
     body="""
     // sizes: w, value heads, key heads, C, state groups. Groups: x (state tiles, then window pieces), batch, layer.
     constexpr int SIMDS = 8, ROWS = 4, TILE = SIMDS * ROWS, CHUNKS = (DK + 31) / 32, TILES = (DV + TILE - 1) / TILE;

@@ -49,12 +49,12 @@ SOURCE = MetalSource(
         const int first = is_value ? 2 * key_heads * DK + (unit - 2 * key_heads) * DV : unit * DK;
         float mixed[CHUNKS];
         float squares = 0;
-        for (int c = 0; c < CHUNKS; ++c) {
+        DSPINE_UNROLL for (int c = 0; c < CHUNKS; ++c) {
             mixed[c] = 0;
             const int i = c * 32 + lane, channel = first + i;
             if (i < size) {
                 float sum = 0;
-                for (int j = 0; j < WIDTH; ++j) {  // row token + j of [window, projected]
+                DSPINE_UNROLL for (int j = 0; j < WIDTH; ++j) {  // row token + j of [window, projected]
                     const int row = token + j - (WIDTH - 1);
                     const float x = row < 0 ? float(window[(batch * (WIDTH - 1) + token + j) * channels + channel])
                                             : float(projected[(batch * count + row) * channels + channel]);
@@ -70,7 +70,7 @@ SOURCE = MetalSource(
             }
         }
         const float scale = 1.0f / metal::sqrt(lane_total(squares) + norm[0]);
-        for (int c = 0; c < CHUNKS; ++c) {
+        DSPINE_UNROLL for (int c = 0; c < CHUNKS; ++c) {
             const int i = c * 32 + lane;
             if (i < size) {
                 if (is_value) {

@@ -61,15 +61,15 @@ _BODY = """
 
     for (int i = simd; i < live; i += SIMDS) {
         float sums[P];
-        for (int j = 0; j < P; ++j) {
+        DSPINE_UNROLL for (int j = 0; j < P; ++j) {
             sums[j] = 0;
         }
-        for (int c = 0; c < CHUNKS; ++c) {
+        DSPINE_UNROLL for (int c = 0; c < CHUNKS; ++c) {
             const int column = c * 32 + lane;
             if (column < DK) {
                 const float key = float(keys[size_t(i) * key_heads * DK + column]);
                 const float query = float(queries[size_t(i) * key_heads * DK + column]);
-                for (int j = 0; j < W; ++j) {
+                DSPINE_UNROLL for (int j = 0; j < W; ++j) {
                     if (j <= i) {
                         const float other = float(keys[size_t(j) * key_heads * DK + column]);
                         sums[j] += key * other;
@@ -92,14 +92,14 @@ _BODY = """
 
     for (int i = 0; i < live; ++i) {
         float sums[2 * ROWS];
-        for (int r = 0; r < 2 * ROWS; ++r) {
+        DSPINE_UNROLL for (int r = 0; r < 2 * ROWS; ++r) {
             sums[r] = 0;
         }
-        for (int c = 0; c < CHUNKS; ++c) {
+        DSPINE_UNROLL for (int c = 0; c < CHUNKS; ++c) {
             const int column = c * 32 + lane;
             const float key = column < DK ? float(keys[size_t(i) * key_heads * DK + column]) : 0.0f;
             const float query = column < DK ? float(queries[size_t(i) * key_heads * DK + column]) : 0.0f;
-            for (int r = 0; r < ROWS; ++r) {
+            DSPINE_UNROLL for (int r = 0; r < ROWS; ++r) {
                 sums[r] += s[r * CHUNKS + c] * key;
                 sums[ROWS + r] += s[r * CHUNKS + c] * query;
             }
@@ -115,13 +115,13 @@ _BODY = """
     if (thread_id < TILE) {
         const int row = int(threadgroup_position_in_grid.x) * TILE + thread_id;
         float z[W];
-        for (int i = 0; i < W; ++i) {
+        DSPINE_UNROLL for (int i = 0; i < W; ++i) {
             z[i] = 0;
             if (i < live && row < DV) {
                 const size_t at = (scalars + size_t(i) * value_heads) * DV + row;
                 const float read = metal::exp(decays[i]) * from_state[i * TILE + thread_id];
                 z[i] = strengths[i] * (float(v[at]) - read);
-                for (int j = 0; j < i; ++j) {
+                DSPINE_UNROLL for (int j = 0; j < i; ++j) {
                     z[i] -= lower[i * W + j] * z[j];
                 }
             }

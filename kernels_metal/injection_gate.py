@@ -34,7 +34,7 @@ SOURCE = MetalSource(
 
     decltype(receiver + 0) z[ROWS];
     decltype(predecessor + 0) p[ROWS];
-    for (int r = 0; r < ROWS; ++r) {  // rows and columns past the end read the last one and are not written
+    DSPINE_UNROLL for (int r = 0; r < ROWS; ++r) {  // rows and columns past the end read the last one and are not written
         const int row = min(row0 + r, rows - 1);
         z[r] = receiver + size_t(row / REPEAT) * width;
         p[r] = predecessor + size_t(row) * width;
@@ -42,7 +42,7 @@ SOURCE = MetalSource(
     decltype(receiver_gate + 0) from_z[COLS];
     decltype(predecessor_gate + 0) from_p[COLS];
     decltype(message + 0) to_message[COLS];
-    for (int c = 0; c < COLS; ++c) {
+    DSPINE_UNROLL for (int c = 0; c < COLS; ++c) {
         const int column = min(column0 + c, messages - 1);
         from_z[c] = receiver_gate + size_t(column) * width;
         from_p[c] = predecessor_gate + size_t(column) * width;
@@ -50,16 +50,16 @@ SOURCE = MetalSource(
     }
 
     float sums[2 * ROWS * COLS];  // the gate's, then the message's
-    for (int i = 0; i < 2 * ROWS * COLS; ++i) {
+    DSPINE_UNROLL for (int i = 0; i < 2 * ROWS * COLS; ++i) {
         sums[i] = 0;
     }
     if (REPEAT % ROWS == 0) {
         float shared[COLS];
-        for (int c = 0; c < COLS; ++c) {
+        DSPINE_UNROLL for (int c = 0; c < COLS; ++c) {
             shared[c] = 0;
         }
         add_dots<1, COLS>(shared, z, from_z, width, lane);
-        for (int i = 0; i < ROWS * COLS; ++i) {
+        DSPINE_UNROLL for (int i = 0; i < ROWS * COLS; ++i) {
             sums[i] = shared[i % COLS];
         }
     } else {

@@ -50,14 +50,14 @@ SOURCE = MetalSource(
     const float rms = metal::sqrt(group_total<SIMDS>(squares, partial, lane, simd) / width);
     float after = 0;
     float sums[P];
-    for (int j = 0; j < P; ++j) {
+    DSPINE_UNROLL for (int j = 0; j < P; ++j) {
         sums[j] = 0;
     }
     for (int k = thread_id; k < width; k += 32 * SIMDS) {  // the norm's scale is common to all, so it comes last
         const float value = float(u[k]) + rms * d[k];
         after += value * value;
         const float weighted = value * float(norm_weight[k]);
-        for (int j = 0; j < K; ++j) {
+        DSPINE_UNROLL for (int j = 0; j < K; ++j) {
             sums[j] += weighted * float(heads[size_t(j) * width + k]);
         }
     }
