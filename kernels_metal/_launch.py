@@ -36,7 +36,7 @@ class MetalSource:
 
 
 _factory: ContextVar[Factory | None] = ContextVar("dspine_metal_factory", default=None)
-_built: dict[tuple[Factory | None, MetalSource], Callable[..., Sequence[Array]]] = {}
+_built: dict[tuple[Factory, MetalSource], Callable[..., Sequence[Array]]] = {}
 _lock = threading.Lock()
 
 
@@ -53,16 +53,14 @@ def built_by(factory: Factory) -> Iterator[None]:
 def metal_kernel(source: MetalSource) -> Callable[..., Sequence[Array]]:
     """The callable kernel of this source; compiled for each template by MLX when it is first launched."""
     factory = _factory.get()
-    key = (factory, source)
-    with _lock:
-        kernel = _built.get(key)
-        if kernel is None:
-            make = factory
-            if make is None:
-                import mlx.core as mx
+    if factory is None:
+        import mlx.core as mx
 
-                make = mx.fast.metal_kernel
-            kernel = _built[key] = make(
+        factory = mx.fast.metal_kernel
+    with _lock:
+        kernel = _built.get((factory, source))
+        if kernel is None:
+            kernel = _built[factory, source] = factory(
                 name=source.name,
                 input_names=list(source.inputs),
                 output_names=list(source.outputs),

@@ -2,8 +2,7 @@
 """Write-back of the injection and the next layer's RMSNorm: the product with W, then one launch for everything else.
 
 The product needs the whole width before the next norm can be taken, so there are two launches: W (g * m) in float32
-(`_linear`), then a threadgroup a row for RMS(u), the sum, and the norm of what was written (of the rounded sum, so the
-fused and the separate norm see the same input).
+(`_linear`), then a threadgroup a row for RMS(u), the sum, and its norm, taken before the sum is rounded.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ NORMED = MetalSource(
     + """
     float after = 0;
     for (int k = thread_id; k < width; k += 32 * SIMDS) {
-        const OUT value = OUT(float(u[k]) + rms * d[k]);
-        written[row * width + k] = value;
-        after += float(value) * float(value);
+        const float value = float(u[k]) + rms * d[k];
+        written[row * width + k] = OUT(value);
+        after += value * value;
     }
     const float scale = 1.0f / metal::sqrt(group_total<SIMDS>(after, partial, lane, simd) / width + eps);
     for (int k = thread_id; k < width; k += 32 * SIMDS) {  // its own elements again, computed rather than read back
-        const float value = float(OUT(float(u[k]) + rms * d[k]));
+        const float value = float(u[k]) + rms * d[k];
         normed[row * width + k] = OUT(value * scale * float(norm_weight[k]));
     }
 """,

@@ -1,8 +1,8 @@
 # twin: dspine.common.transition.transition_scores
 """The transition cache: the last layer's injection for all K predecessors of each row, final norm, K x K scores.
 
-Three launches after the readout: gate (`injection_gate`, float32 out), W (g * m) (`_linear`), and a threadgroup a pair
-(row, predecessor) that writes back, norms, and takes the K dot products with the row's own LM-head rows. Everything
+Five launches: readout (`_linear`) and its norm, gate (`injection_gate`, float32 out), W (g * m) (`_linear`), and a threadgroup
+a pair (row, predecessor) that writes back, norms, and takes the K dot products with the row's own LM-head rows. Everything
 between the inputs and the scores stays float32.
 """
 
@@ -15,7 +15,6 @@ from dspine.common import transition as core
 from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights
 from dspine.common.registry import register_kernel
-from dspine.common.transfer_space import read_prediction
 from dspine.kernels_metal._launch import METAL, SIMD, MetalSource, floating, launch, mlx
 from dspine.kernels_metal._linear import linear
 from dspine.kernels_metal._source import REDUCE
@@ -83,8 +82,7 @@ def transition_scores(
 ) -> Array:
     """`common.transition.transition_scores` on Metal: [..., M, H], [..., M, K, r], [..., M, K, H] -> float32 [..., M, K, K].
 
-    The receiver goes through the dtype of `hidden`, as in the core; all else is float32. Raises `DSpineError` on shapes
-    that do not fit.
+    Raises `DSpineError` on shapes that do not fit.
     """
     mx = mlx()
     _check(hidden, predecessor_codes, candidate_rows)
@@ -94,8 +92,9 @@ def transition_scores(
         pairs *= size
     if pairs == 0:
         return mx.zeros((*lead, count, count), dtype=mx.float32)
-    receiver = mx.expand_dims(read_prediction(hidden, weights.readout), axis=-2)
-    gated = injection_gate(receiver, predecessor_codes.astype(hidden.dtype), weights, out_dtype=mx.float32)
+    # sqrt(r) x / |x| is x / RMS(x); the epsilon only keeps a row of zeros at zero
+    receiver = mx.expand_dims(mx.fast.rms_norm(linear(hidden, weights.readout), None, 1e-30), axis=-2)
+    gated = injection_gate(receiver, predecessor_codes, weights, out_dtype=mx.float32)
     padded = 1 << (count - 1).bit_length()
     (scores,) = launch(
         SOURCE,
