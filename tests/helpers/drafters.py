@@ -67,4 +67,5 @@ class Prompted:
         rows = [(t + (i % self.wrong_every == 0)) % vocab for i, t in enumerate(right, start=start)]
         rows += [0] * (self.config.num_proposals - len(rows))
         xp = array_namespace(proposal.tokens)
-        return replace(proposal, tokens=xp.asarray([rows], dtype=xp.int32))
+        place = {"device": proposal.tokens.device} if hasattr(proposal.tokens, "device") else {}
+        return replace(proposal, tokens=xp.asarray([rows], dtype=xp.int32, **place))
