@@ -16,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 
+from tests.metal.lint import LintError, address_space_errors, lint_unavailable
 from tests.metal.rewrite import rewrite_threadgroup
 from tests.metal.signature import METAL_TYPES, KernelText, Operand, kernel_text
 from tests.metal.toolchain import compile_kernel, runtime_library, unavailable
@@ -28,7 +29,7 @@ _POISON = (b"\xa5\xff\xa5\xff\xa5\xff\xa5\xff", b"\x5a\xff\x5a\xff\x5a\xff\x5a\x
 
 
 class KernelFault(AssertionError):
-    """The kernel did what Metal forbids. `kind` is one of `_ERRORS`, "unwritten" or "limits"."""
+    """The kernel did what Metal forbids. `kind`: one of `_ERRORS`, "unwritten", "limits", "address-space"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -47,7 +48,8 @@ class Report:
     """What the last launch used."""
 
     threadgroup_bytes: int
-    benign_races: int
+    benign_races: int  # check mode: unordered writes of the same value
+    lint: str = "not asked for"  # check mode: "clean", or why address spaces were not checked
 
 
 class _Buffer(ctypes.Structure):
@@ -200,7 +202,7 @@ def run_kernel(
     """Run a kernel as `mx.fast.metal_kernel(...)(...)` would and return its outputs (bfloat16 as uint16 bits).
 
     `schedule`: order in which the lanes of a threadgroup run ("forward", "reverse", "random" with `seed`).
-    `check`: find races, exact out-of-bounds and uninitialised reads; slow, for small shapes.
+    `check`: find races, exact out-of-bounds and uninitialised reads; slow, for small shapes. With clang++, address spaces.
     `cpu_seconds`: a kernel that uses more is taken for an endless loop.
     Raises KernelFault when the kernel breaks a rule, CompileError when g++ rejects it.
     """
@@ -218,10 +220,11 @@ def run_kernel(
     values = [(n, v if isinstance(v, int) else dtype_name(v)) for n, v in template]
     kernel = kernel_text(name, source, header, operands, outputs, values, atomic_outputs)
     entry = _entry(translation_unit(kernel, source), check)
+    lint = _lint(name, kernel, source) if check else "not asked for"
     launch = functools.partial(
         _launch, name, entry[1], kernel, operands, [array for _, array in pairs], outputs, grid, threadgroup,
         schedule=SCHEDULES.index(schedule), check=check, seed=seed, init_value=init_value, cpu_seconds=cpu_seconds,
-        workers=workers or min(2, os.cpu_count() or 1),
+        workers=workers or min(2, os.cpu_count() or 1), lint=lint,
     )  # fmt: skip
     results, suspects = launch(poison=_POISON[0])
     if suspects:  # an element may hold the poison's value by right: then another poison leaves no trace there
@@ -236,6 +239,19 @@ def run_kernel(
     return results
 
 
+def _lint(name: str, kernel: KernelText, source: str) -> str:
+    """Check address spaces; returns "clean" or why nothing was checked."""
+    if reason := lint_unavailable():
+        return reason
+    try:
+        found = address_space_errors(kernel, source)
+    except LintError as error:
+        return str(error)
+    if found:
+        raise KernelFault("address-space", f"kernel {name!r}: address spaces:\n" + "\n".join(found))
+    return "clean"
+
+
 def _check_limits(grid: tuple[int, int, int], threadgroup: tuple[int, int, int]) -> None:
     if min(*grid, *threadgroup) < 1:
         raise KernelFault("limits", f"expected positive sizes, got grid {grid}, threadgroup {threadgroup}")
@@ -246,7 +262,7 @@ def _check_limits(grid: tuple[int, int, int], threadgroup: tuple[int, int, int])
 def _launch(
     name: str, entry: int, kernel: KernelText, inputs: list[Operand], arrays: list[np.ndarray], outputs: list[Operand],
     grid: tuple[int, int, int], threadgroup: tuple[int, int, int], *, poison: bytes, schedule: int, check: bool, seed: int,
-    init_value: float | None, cpu_seconds: float, workers: int,
+    init_value: float | None, cpu_seconds: float, workers: int, lint: str,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """One launch: (outputs, per output the indices of elements that still hold the poison; empty when there are none)."""
     results = [_poisoned(operand, poison, init_value) for operand in outputs]
@@ -270,7 +286,7 @@ def _launch(
     )  # fmt: skip
     error = _runtime().emu_run(ctypes.byref(launch))
     global _last_report  # noqa: PLW0603
-    _last_report = Report(launch.threadgroup_bytes, launch.benign_races)
+    _last_report = Report(launch.threadgroup_bytes, launch.benign_races, lint)
     if error:
         message = launch.message.decode(errors="replace")
         raise KernelFault(_ERRORS[error], f"kernel {name!r}: {message}")
