@@ -69,11 +69,14 @@ def numpy(x: mx.array) -> np.ndarray:
     return np.array(x.astype(mx.float32) if x.dtype in (mx.bfloat16, mx.float16) else x)
 
 
-def run_metal(
-    kernel: Any, args: tuple[Any, ...], *, schedule: str = "forward", seed: int = 0, check: bool = False
-) -> list[np.ndarray]:
+def run_metal(kernel: Any, args: tuple[Any, ...], *, schedule: str = "forward", seed: int = 0) -> list[np.ndarray]:
     """The outputs of one run under one order of lanes."""
-    with built_by(functools.partial(emulated_metal_kernel, schedule=schedule, seed=seed, check=check)):
+    return run_from(functools.partial(emulated_metal_kernel, schedule=schedule, seed=seed), kernel, args)
+
+
+def run_from(factory: Any, kernel: Any, args: tuple[Any, ...]) -> list[np.ndarray]:
+    """The outputs, of kernels that `factory` makes."""
+    with built_by(factory):
         return [numpy(x) for x in flat(kernel(*(on_device(a) for a in args)))]
 
 

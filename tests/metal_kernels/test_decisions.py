@@ -145,20 +145,6 @@ def test_point_mass_keeps_the_target_distribution():
     assert not np.diag(after_refusal).any()
 
 
-def test_check_mode():
-    rng = np.random.default_rng(8)
-    tables = tables_of(rng, 3, 2, 4)
-    signals = np.float32(rng.random((2, 3))), np.float32(rng.random((2, 3)))
-    limit = np.array([4, 3], np.int32)
-    length, _, survival = run_metal(select_length, (*signals, limit, tables), check=True)
-    picks = rng.integers(0, 5, (2, 4, 2)).astype(np.int32)
-    run_metal(correct_length, (picks, length, survival, limit, tables), check=True)
-    logits, draft, most = np.float32(rng.normal(size=(2, 3, 70))), np.zeros((2, 2), np.int32), np.array([2, 0], np.int32)
-    run_metal(accept_greedy, (logits, draft, most), check=True)
-    uniforms = np.float32(rng.random((2, 2))), np.float32(rng.random((2, 3)))
-    run_metal(accept_point_mass, (np.abs(logits), draft, most, *uniforms), check=True)
-
-
 def test_threadgroup_memory_of_every_vocabulary():
     assert max(threadgroup_bytes(v) for v in (1, 256, 257, 50_257, 151_936, 262_144, 1_048_576)) <= 32_768
     with pytest.raises(DSpineError, match="at most 1048576 tokens"):

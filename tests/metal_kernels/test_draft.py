@@ -149,22 +149,6 @@ def test_signals_of_flat_certain_and_masked_rows():
     np.testing.assert_allclose(entropy, [np.log(size), 0, np.log(3), np.log(size)], rtol=2e-6, atol=1e-6)
 
 
-def test_check_mode():
-    """No race, no read out of bounds or of what was never written, on shapes that leave lanes idle."""
-    rng = np.random.default_rng(8)
-    weights = weights_of(rng, 7, 5, 3, "float32")
-    norm = transition.RMSNorm(np.ones(7, np.float32), 1e-6)
-    u, z, p = (np.float32(rng.normal(size=s)) for s in ((3, 7), (3, 1, 5), (3, 2, 5)))
-    run_metal(injection_gate, (z, p, weights), check=True)
-    run_metal(injection_write, (u, p[:, 0, :3].copy(), weights.write), check=True)
-    run_metal(injection_write, (u, p[:, 0, :3].copy(), weights.write, norm), check=True)
-    run_metal(transition_scores, (u, p, np.float32(rng.normal(size=(3, 2, 7))), weights, norm), check=True)
-    scores, candidates = np.float32(rng.normal(size=(1, 2, 3, 3))), np.arange(6, dtype=np.int32).reshape(1, 2, 3)
-    run_metal(path_walk, (scores, candidates), check=True)
-    run_metal(path_walk_sampled, (scores, candidates, np.float32(rng.random((1, 2))), 1.0), check=True)
-    run_metal(draft_signals, (np.float32(rng.normal(size=(2, 70))), 3), check=True)
-
-
 def test_modules_of_mlx_serve_as_norms():
     """The drafter hands in `mlx.nn.RMSNorm`; a norm that hides its weight goes to the core."""
     rng = np.random.default_rng(9)
