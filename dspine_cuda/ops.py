@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,19 @@ from dspine.common import arrays, transition
 from dspine.common.registry import register_device, register_kernel
 from dspine_cuda import cpu_ops
 
+_TRITON_KERNELS = (
+    "accept",
+    "correct_length",
+    "draft_signals",
+    "gdn_commit",
+    "gdn_inputs",
+    "gdn_verify",
+    "injection_gate",
+    "injection_write",
+    "path_walk",
+    "select_length",
+    "transition_scores",
+)
 _LOW_WORD = 0xFFFFFFFF
 _KEYED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,3 +63,6 @@ def register() -> None:
     for core, function, supports in on_cpu:
         name = core.__name__
         register_kernel(name, namespace="torch", device="cpu", function=function, name=f"torch {name}", supports=supports)
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+        for module in _TRITON_KERNELS:  # each under its operation's name
+            importlib.import_module(f"dspine.kernels_triton.{module}").register()

@@ -1,0 +1,114 @@
+"""Shared by all kernels here: exact products, checks of arguments, rounding of sizes.
+
+A product is `exact` where both factors have at most 8 bits of significand and the sum is float32: that is what a tensor
+core does with bfloat16 operands. A float32 operand is cut into three bfloat16 terms first (24 bits). TF32 is never used
+alone. Float32 inputs run float32 multiply-adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dspine.common.errors import DSpineError
+from dspine.common.registry import register_kernel
+
+FLOATS = (torch.float32, torch.bfloat16)
+# The interpreter keeps bfloat16 as raw 16-bit words and would multiply those; widening first gives the same numbers.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def multiply(a, b):
+    """a @ b of one dtype, float32 accumulation: bfloat16 products are exact, float32 ones are multiply-adds."""
+    if a.dtype == tl.float32:
+        return tl.dot(a, b, input_precision="ieee")
+    elif INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def multiply_wide(a, b):
+    """a @ b with b float32: exact terms of b where a is bfloat16, else float32 multiply-adds."""
+    if a.dtype == tl.bfloat16:
+        high = b.to(tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return multiply(a, low) + multiply(a, middle) + multiply(a, high)
+    else:
+        return tl.dot(a.to(tl.float32), b, input_precision="ieee")
+
+
+@triton.jit
+def multiply_small(a, b, SPLIT: tl.constexpr):
+    """a @ b, both float32: 3xTF32 (error about 2^-22) where SPLIT, else multiply-adds."""
+    if SPLIT:
+        return tl.dot(a, b, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x) without overflow in either direction."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 to the dtype of an output, rounded to nearest even (the interpreter's own cast to bfloat16 cuts)."""
+    if INTERPRETED:
+        if DTYPE == tl.bfloat16:
+            bits = x.to(tl.int32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+            x = tl.where(tl.abs(x) < float("inf"), rounded, x)
+    return x.to(DTYPE)
+
+
+def contiguous(where: str, **arrays: Tensor) -> None:
+    """Raise unless every array is contiguous: kernels that write in place, or read large weights, make no copies."""
+    for name, array in arrays.items():
+        if not array.is_contiguous():
+            raise DSpineError(
+                f"{where}: {name} must be contiguous, got shape {tuple(array.shape)} with strides {array.stride()}; "
+                "pass .contiguous()"
+            )
+
+
+def expect_shape(where: str, name: str, array: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless `array` has exactly this shape."""
+    if tuple(array.shape) != shape:
+        raise DSpineError(f"{where}: {name} must have shape {shape}, got {tuple(array.shape)}")
+
+
+def expect_dtype(where: str, name: str, array: Tensor, *dtypes: torch.dtype) -> None:
+    """Raise unless `array` has one of these dtypes."""
+    if array.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise DSpineError(f"{where}: {name} must be {names}, got {str(array.dtype).removeprefix('torch.')}")
+
+
+def programs_of(size: int, wanted: int) -> int:
+    """Entries of a dimension that one program takes: `wanted`, or all of them where the interpreter runs, which pays for
+    every operation of every program and hardly for its size."""
+    return power_of_2(size, wanted) if INTERPRETED.value else wanted
+
+
+def power_of_2(count: int, least: int = 1) -> int:
+    """Smallest power of two that is at least `count` and `least`."""
+    return max(least, triton.next_power_of_2(count))
+
+
+def register(function: Callable[..., Any], supports: Callable[..., bool]) -> None:
+    """Register a kernel under its own name: the operation's."""
+    name = function.__name__
+    register_kernel(name, namespace="torch", device="cuda", function=function, name=f"triton {name}", supports=supports)

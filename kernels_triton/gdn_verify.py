@@ -1,0 +1,215 @@
+"""Gated DeltaNet over w = 1..16 tokens at once (`algorithms` 3, equations 3 and 10), and the same on a state that first
+takes the last round's factors (deferred commit: one read and one write of the state, no launch of its own).
+
+One program holds BV rows of one head's state, transposed: S^T [Dk, BV]. Everything small (Gamma, H^-1, Gamma o Q K^T) is
+recomputed by every program while its slice of the state is on the way. H is inverted by blocked forward substitution in
+float32: row by row inside the diagonal blocks, then by [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']]. Blocks are always
+padded to 16 rows, so a token's numbers do not depend on w: w = 1 is plain decoding, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dspine.common import gdn
+from dspine.common.gdn import GdnFactors
+from dspine.kernels_triton import _launch
+from dspine.kernels_triton._launch import contiguous, multiply, multiply_small, multiply_wide, narrow, power_of_2, programs_of
+
+ROWS = 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """block_v: rows of the state a program holds; block: tokens of a diagonal block of H (4, 8 or 16)."""
+
+    block_v: int = 8
+    num_warps: int = 1
+    block: int = 8
+
+
+# Largest w of each entry, in order. Measured on an H200 with `benchmarks.kernels.run --sweep`.
+LAUNCHES = ((2, Launch(8, 1, 4)), (4, Launch(8, 1, 4)), (8, Launch(8, 1, 8)), (16, Launch(8, 1, 8)))
+WIDE_LAUNCH = Launch(16, 4, 16)  # float32 inputs: multiply-adds instead of tensor cores
+
+
+def choose(count: int, dtype: torch.dtype) -> Launch:
+    """The launch parameters for `count` tokens."""
+    if dtype == torch.float32:
+        return WIDE_LAUNCH
+    return next(launch for most, launch in LAUNCHES if count <= most)
+
+
+@triton.jit
+def fold(state, z, k, g, first, m, head, key_head, dv, dk, HK, HV, DK, DV):
+    """S^T [Dk, BV] after m tokens: e^{g_m} S + sum_j e^{g_m - g_j} z_j k_j^T (equation 7); `first`: row of token 0."""
+    rows = tl.arange(0, 16)
+    kept = rows < m
+    at = first + rows
+    logs = tl.load(g + at * HV + head, mask=kept, other=0.0)
+    total = tl.load(g + (first + tl.maximum(m, 1) - 1) * HV + head)
+    weight = tl.where(kept, tl.exp(tl.where(kept, total - logs, 0.0)), 0.0)
+    inside = kept[:, None] & (dv < DV)[None, :]
+    writes = tl.load(z + (at[:, None] * HV + head) * DV + dv[None, :], mask=inside, other=0.0) * weight[:, None]
+    inside = (dk < DK)[:, None] & kept[None, :]
+    keys = tl.load(k + (at[None, :] * HK + key_head) * DK + dk[:, None], mask=inside, other=0.0)
+    return tl.exp(total) * state + multiply_wide(keys, writes)
+
+
+@triton.jit
+def _merge(inverse, matrix, row, col, SIZE: tl.constexpr, SPLIT: tl.constexpr):
+    """From inverses of diagonal blocks of SIZE rows to those of twice the size."""
+    pair = (row // (2 * SIZE) == col // (2 * SIZE)) & (row // SIZE != col // SIZE)
+    return inverse - multiply_small(inverse, multiply_small(tl.where(pair, matrix, 0.0), inverse, SPLIT), SPLIT)
+
+
+@triton.jit
+def _unit_lower_inverse(matrix, row, col, W: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    """(I + matrix)^-1 of a strictly lower matrix [16, 16] whose rows from W on are zero."""
+    inside = tl.where(row // BLOCK == col // BLOCK, matrix, 0.0)
+    inverse = tl.where(row == col, 1.0, 0.0)
+    for j in tl.static_range(min(BLOCK, W) - 1):
+        # column j and row j of every diagonal block at once: their supports do not meet
+        column = tl.sum(tl.where(col % BLOCK == j, inside, 0.0), 1)
+        solved = tl.sum(tl.where(row % BLOCK == j, inverse, 0.0), 0)
+        inverse -= tl.where(row // BLOCK == col // BLOCK, column[:, None] * solved[None, :], 0.0)
+    if BLOCK < 8 and W > 4:
+        inverse = _merge(inverse, matrix, row, col, 4, SPLIT)
+    if BLOCK < 16 and W > 8:
+        inverse = _merge(inverse, matrix, row, col, 8, SPLIT)
+    return inverse
+
+
+@triton.jit
+def _gdn_verify_kernel(
+    q, k, v, log_decay, beta, state, out, z, g, lengths, past_z, past_k, past_g, past_m,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
+    W: tl.constexpr, PAST: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)  # batch x value head
+    batch, head = pair // HV, pair % HV
+    key_head = head // (HV // HK)
+    dv = tl.program_id(0) * BV + tl.arange(0, BV)
+    dk = tl.arange(0, DK_PAD)
+    place = state + pair.to(tl.int64) * (DV * DK) + dv[None, :] * DK + dk[:, None]
+    FULL: tl.constexpr = DV % BV == 0 and DK == DK_PAD
+    inside = (dk < DK)[:, None] & (dv < DV)[None, :]
+    if FULL:
+        held = tl.load(place)
+    else:
+        held = tl.load(place, mask=inside, other=0.0)
+    if OVERLAP:  # the state came from an earlier launch; everything below may come from the one before this
+        gdc_wait()
+        gdc_launch_dependents()
+    count = W
+    if HAS_LENGTHS:
+        count = tl.minimum(tl.load(lengths + batch).to(tl.int32), W)
+    if PAST > 0:
+        m = tl.minimum(tl.load(past_m + batch).to(tl.int32), PAST)
+        if m > 0:
+            held = fold(held, past_z, past_k, past_g, batch * PAST, m, head, key_head, dv, dk, HK, HV, DK, DV)
+            tl.store(place, held, mask=inside)
+    if HAS_LENGTHS:
+        held = tl.where(count > 0, held, 0.0)  # an unused slot may hold anything
+
+    rows = tl.arange(0, 16)
+    live = rows < count
+    token = batch * W + rows
+    at = (token[:, None] * HK + key_head) * DK + dk[None, :]
+    of_key = live[:, None] & (dk < DK)[None, :]
+    keys = tl.load(k + at, mask=of_key, other=0.0)
+    queries = tl.load(q + at, mask=of_key, other=0.0)
+    logs = tl.cumsum(tl.load(log_decay + token * HV + head, mask=live, other=0.0), 0)
+    strength = tl.load(beta + token * HV + head, mask=live, other=0.0)
+    of_value = (token[:, None] * HV + head) * DV + dv[None, :]
+    values = tl.load(v + of_value, mask=live[:, None] & (dv < DV)[None, :], other=0.0).to(tl.float32)
+
+    row, col = rows[:, None], rows[None, :]
+    lower = row >= col
+    between = tl.where(lower, tl.exp(tl.where(lower, logs[:, None] - logs[None, :], 0.0)), 0.0)
+    matrix = tl.where(row > col, strength[:, None] * between * multiply(keys, tl.trans(keys)), 0.0)
+    inverse = _unit_lower_inverse(matrix, row, col, W, BLOCK, SPLIT)
+    reads = multiply_small(between * multiply(queries, tl.trans(keys)), inverse, SPLIT)  # (Gamma o Q K^T) H^-1
+
+    decay = tl.exp(logs)[:, None]
+    right = strength[:, None] * (values - decay * multiply_wide(keys, held))
+    writes = multiply_small(inverse, right, SPLIT)
+    result = decay * multiply_wide(queries, held) + multiply_small(reads, right, SPLIT)
+    kept = (rows < W)[:, None] & (dv < DV)[None, :]  # padded rows are written too: as zeros
+    tl.store(z + of_value, writes, mask=kept)
+    tl.store(out + of_value, narrow(result, out.dtype.element_ty), mask=kept)
+    tl.store(g + token * HV + head, logs, mask=(rows < W) & (tl.program_id(0) == 0))
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *_: object, **__: object) -> bool:
+    """float32 state, inputs of one dtype out of bfloat16 and float32, key heads of at most 256."""
+    same = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float32)
+    return same and state.dtype == torch.float32 and q.dim() == 4 and q.shape[-1] <= 256
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, out: Tensor, z: Tensor, g: Tensor,
+    lengths: Tensor | None = None, pending: GdnFactors | None = None, pending_m: Tensor | None = None,
+    parameters: Launch | None = None, overlap: bool = False,
+) -> None:  # fmt: skip
+    """Launch into given outputs: out [B, w, Hv, Dv], z float32 [B, w, Hv, Dv], g float32 [B, w, Hv]; all contiguous.
+
+    `overlap` (programmatic dependent launch): the state is fetched before the previous kernel has ended, so that kernel
+    must not be one that writes this state. Nothing is checked here: see `gdn_verify`.
+    """
+    batch, count, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    chosen = parameters or choose(count, q.dtype)
+    block_v = chosen.block_v if parameters else programs_of(value_dim, chosen.block_v)
+    past = (z, k, g, z) if pending is None else (pending.z, pending.k, pending.g, pending_m)
+    _gdn_verify_kernel[(triton.cdiv(value_dim, block_v), batch * value_heads)](
+        q, k, v, log_decay, beta, state, out, z, g, z if lengths is None else lengths, *past,
+        HK=key_heads, HV=value_heads, DK=key_dim, DV=value_dim, DK_PAD=power_of_2(key_dim, 16),
+        W=count, PAST=0 if pending is None else pending.z.shape[1], BV=block_v, BLOCK=chosen.block,
+        SPLIT=q.dtype != torch.float32, HAS_LENGTHS=lengths is not None, OVERLAP=overlap,
+        num_warps=chosen.num_warps, **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
+
+
+def _prepared(where: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> tuple:
+    """Checked arguments, contiguous, with room for the results."""
+    gdn._check_block(q, k, v, log_decay, beta, state)
+    contiguous(where, state=state)
+    inputs = [x.contiguous() for x in (q, k, v, log_decay, beta)]
+    z = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    g = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
+    return inputs, torch.empty(v.shape, dtype=v.dtype, device=v.device), z, g
+
+
+def gdn_verify(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, lengths: Tensor | None = None
+) -> tuple[Tensor, GdnFactors]:
+    """`common.gdn.gdn_verify`: the same arguments, results and errors; the state must be contiguous."""
+    inputs, out, z, g = _prepared("gdn_verify", q, k, v, log_decay, beta, state)
+    launch(*inputs, state, out, z, g, lengths)
+    return out, GdnFactors(z, k, g)
+
+
+def gdn_verify_deferred(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor,
+    pending: GdnFactors, pending_m: Tensor, lengths: Tensor | None = None,
+) -> tuple[Tensor, GdnFactors, Tensor]:  # fmt: skip
+    """`common.gdn.gdn_verify_deferred`: the state is written in place and returned."""
+    gdn._check_commit(state.unsqueeze(0), GdnFactors(*(x.unsqueeze(0) for x in (pending.z, pending.k, pending.g))), pending_m)
+    inputs, out, z, g = _prepared("gdn_verify_deferred", q, k, v, log_decay, beta, state)
+    last = GdnFactors(pending.z.contiguous(), pending.k.contiguous(), pending.g.contiguous())
+    launch(*inputs, state, out, z, g, lengths, last, pending_m)
+    return out, GdnFactors(z, k, g), state
+
+
+def register() -> None:
+    """Tell the core about `gdn_verify` and `gdn_verify_deferred` on CUDA."""
+    _launch.register(gdn_verify, supports)
+    _launch.register(gdn_verify_deferred, supports)

@@ -1,0 +1,101 @@
+"""Gate x message of the injection (`algorithms` 1, equations a), in one launch: three products that share their inputs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dspine.common.errors import DSpineError
+from dspine.common.injection import InjectionWeights
+from dspine.kernels_triton import _launch
+from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, expect_shape, multiply, narrow, sigmoid
+
+ROWS, COLUMNS, STEP = 16, 16, 128
+
+
+@triton.jit
+def _injection_gate_kernel(
+    receiver, predecessor, of_receiver, of_predecessor, message, bias, out, rows, size, rank,
+    REPEAT: tl.constexpr, BN: tl.constexpr, BA: tl.constexpr, RANK_PAD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * BN + tl.arange(0, BN)
+    column = tl.program_id(0) * BA + tl.arange(0, BA)
+    gate = tl.zeros([BN, BA], dtype=tl.float32)
+    sent = tl.zeros([BN, BA], dtype=tl.float32)
+    for start in range(0, RANK_PAD, BR):
+        lane = start + tl.arange(0, BR)
+        of_row = (row < rows)[:, None] & (lane < rank)[None, :]
+        of_weight = (column < size)[None, :] & (lane < rank)[:, None]
+        weight = column[None, :].to(tl.int64) * rank + lane[:, None]
+        hears = tl.load(receiver + (row // REPEAT).to(tl.int64)[:, None] * rank + lane[None, :], mask=of_row, other=0.0)
+        before = tl.load(predecessor + row.to(tl.int64)[:, None] * rank + lane[None, :], mask=of_row, other=0.0)
+        gate += multiply(hears, tl.load(of_receiver + weight, mask=of_weight, other=0.0))
+        gate += multiply(before, tl.load(of_predecessor + weight, mask=of_weight, other=0.0))
+        sent += multiply(before, tl.load(message + weight, mask=of_weight, other=0.0))
+    gate += tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
+    gated = sent * sigmoid(gate)
+    inside = (row < rows)[:, None] & (column < size)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * size + column[None, :], narrow(gated, out.dtype.element_ty), mask=inside)
+
+
+def supports(receiver: Tensor, predecessor: Tensor, weights: InjectionWeights) -> bool:
+    """One dtype out of bfloat16 and float32; a receiver that is shared by several predecessors has size 1 there."""
+    dtypes = {x.dtype for x in (receiver, predecessor, weights.message, weights.receiver_gate, weights.predecessor_gate)}
+    same = receiver.shape == predecessor.shape
+    return len(dtypes) == 1 and receiver.dtype in FLOATS and (same or _shared(receiver, predecessor))
+
+
+def _shared(receiver: Tensor, predecessor: Tensor) -> bool:
+    """receiver [..., 1, r] for predecessor [..., K, r]."""
+    ranks = receiver.dim() == predecessor.dim() >= 2
+    return ranks and receiver.shape[-2] == 1 and receiver.shape[:-2] == predecessor.shape[:-2]
+
+
+def launch(receiver: Tensor, predecessor: Tensor, weights: InjectionWeights, out: Tensor, repeat: int = 1) -> None:
+    """receiver [N / repeat, r], predecessor [N, r] -> out [N, a]; all contiguous, none checked."""
+    rows, rank = predecessor.shape
+    size = weights.message.shape[0]
+    _injection_gate_kernel[(triton.cdiv(size, COLUMNS), triton.cdiv(rows, ROWS))](
+        receiver, predecessor, weights.receiver_gate, weights.predecessor_gate, weights.message, weights.bias, out,
+        rows, size, rank, REPEAT=repeat, BN=ROWS, BA=COLUMNS, RANK_PAD=triton.cdiv(rank, STEP) * STEP, BR=STEP, num_warps=4,
+    )  # fmt: skip
+
+
+def check_weights(where: str, weights: InjectionWeights, rank: int, dtype: torch.dtype) -> None:
+    """Raise unless the gate's weights are [a, r] of `dtype`, contiguous."""
+    size = weights.message.shape[0]
+    for name in ("message", "receiver_gate", "predecessor_gate"):
+        expect_shape(where, f"weights.{name}", getattr(weights, name), (size, rank))
+        expect_dtype(where, f"weights.{name}", getattr(weights, name), dtype)
+        contiguous(where, **{f"weights.{name}": getattr(weights, name)})
+    expect_shape(where, "weights.bias", weights.bias, (size,))
+
+
+def injection_gate(receiver: Tensor, predecessor: Tensor, weights: InjectionWeights) -> Tensor:
+    """`common.injection.injection_gate`: receiver and predecessor [..., r] (or receiver [..., 1, r]) -> [..., a]."""
+    where = "injection_gate"
+    expect_dtype(where, "receiver", receiver, *FLOATS)
+    expect_dtype(where, "predecessor", predecessor, receiver.dtype)
+    if receiver.shape != predecessor.shape and not _shared(receiver, predecessor):
+        raise DSpineError(
+            f"{where}: receiver and predecessor must have one shape, or receiver [..., 1, r], got {tuple(receiver.shape)} "
+            f"and {tuple(predecessor.shape)}"
+        )
+    rank, size = predecessor.shape[-1], weights.message.shape[0]
+    check_weights(where, weights, rank, receiver.dtype)
+    rows = math.prod(predecessor.shape[:-1])
+    repeat = 1 if receiver.shape == predecessor.shape else predecessor.shape[-2]
+    out = torch.empty((*predecessor.shape[:-1], size), dtype=receiver.dtype, device=receiver.device)
+    if rows:
+        flat = (receiver.reshape(-1, rank).contiguous(), predecessor.reshape(rows, rank).contiguous())
+        launch(*flat, weights, out.view(rows, size), repeat)
+    return out
+
+
+def register() -> None:
+    """Tell the core about `injection_gate` on CUDA."""
+    _launch.register(injection_gate, supports)

@@ -1,0 +1,107 @@
+"""Residual write-back of the injection and the next layer's RMSNorm (`algorithms` 1).
+
+Two launches: the product W (g * m) in float32, spread over the hidden size; then one program a row for everything that
+needs the whole row (RMS of u, the sum, the norm of the sum).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dspine.kernels_triton import _launch
+from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, expect_shape, multiply, narrow, power_of_2
+
+ROWS, COLUMNS, STEP = 16, 32, 128
+
+
+@triton.jit
+def _product_kernel(
+    x, weight, out, rows, columns, size,
+    BN: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr,
+):  # fmt: skip
+    """out[n, h] = sum_a x[n, a] weight[h, a], float32."""
+    row = tl.program_id(1) * BN + tl.arange(0, BN)
+    column = tl.program_id(0) * BH + tl.arange(0, BH)
+    total = tl.zeros([BN, BH], dtype=tl.float32)
+    for start in range(0, SIZE_PAD, BA):
+        lane = start + tl.arange(0, BA)
+        of_row = (row < rows)[:, None] & (lane < size)[None, :]
+        of_weight = (column < columns)[None, :] & (lane < size)[:, None]
+        left = tl.load(x + row.to(tl.int64)[:, None] * size + lane[None, :], mask=of_row, other=0.0)
+        right = tl.load(weight + column.to(tl.int64)[None, :] * size + lane[:, None], mask=of_weight, other=0.0)
+        total += multiply(left, right)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * columns + column[None, :], total, mask=inside)
+
+
+@triton.jit
+def _write_kernel(
+    hidden, message, weight, out, normed, columns, eps, BH: tl.constexpr, HAS_NORM: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * columns
+    lane = tl.arange(0, BH)
+    inside = lane < columns
+    u = tl.load(hidden + first + lane, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(message + first + lane, mask=inside, other=0.0)
+    rms = tl.sqrt(tl.sum(u * u, 0) / columns)
+    h = u + rms * m
+    tl.store(out + first + lane, narrow(h, out.dtype.element_ty), mask=inside)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(h * h, 0) / columns + eps)
+        w = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+        tl.store(normed + first + lane, narrow(w * (h * scale), normed.dtype.element_ty), mask=inside)
+
+
+def product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """x [N, a] @ weight [H, a]^T -> out float32 [N, H]; all contiguous, none checked."""
+    rows, size = x.shape
+    columns = weight.shape[0]
+    _product_kernel[(triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS))](
+        x, weight, out, rows, columns, size, BN=ROWS, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP, num_warps=4
+    )
+
+
+def readable_norm(norm: Any, hidden: Tensor) -> bool:
+    """A norm with `weight` [H] and a number `eps`: what a fused kernel can read."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "eps", None)
+    return isinstance(weight, Tensor) and isinstance(eps, float) and tuple(weight.shape) == hidden.shape[-1:]
+
+
+def supports(hidden: Tensor, gated: Tensor, write: Tensor, norm: Any | None = None) -> bool:
+    """One dtype out of bfloat16 and float32; a norm whose weight and eps can be read."""
+    same = hidden.dtype == gated.dtype == write.dtype and hidden.dtype in FLOATS
+    return same and hidden.shape[:-1] == gated.shape[:-1] and (norm is None or readable_norm(norm, hidden))
+
+
+def injection_write(hidden: Tensor, gated: Tensor, write: Tensor, norm: Any | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """`common.injection.injection_write`: hidden [..., H], gated [..., a], write [H, a] -> h, or (h, norm(h))."""
+    where = "injection_write"
+    expect_dtype(where, "hidden", hidden, *FLOATS)
+    expect_dtype(where, "gated", gated, hidden.dtype)
+    expect_dtype(where, "write", write, hidden.dtype)
+    expect_shape(where, "gated", gated, (*hidden.shape[:-1], gated.shape[-1]))
+    expect_shape(where, "write", write, (hidden.shape[-1], gated.shape[-1]))
+    contiguous(where, write=write)
+    columns, rows = hidden.shape[-1], math.prod(hidden.shape[:-1])
+    u = hidden.reshape(rows, columns).contiguous()
+    out, normed = torch.empty_like(u), torch.empty_like(u)
+    if rows:
+        message = torch.empty((rows, columns), dtype=torch.float32, device=u.device)
+        product(gated.reshape(rows, -1).contiguous(), write, message)
+        weight, eps = (u, 0.0) if norm is None else (norm.weight.detach().contiguous(), norm.eps)
+        _write_kernel[(rows,)](
+            u, message, weight, out, normed, columns, eps, BH=power_of_2(columns), HAS_NORM=norm is not None, num_warps=8
+        )
+    out = out.view(hidden.shape)
+    return out if norm is None else (out, normed.view(hidden.shape))
+
+
+def register() -> None:
+    """Tell the core about `injection_write` on CUDA."""
+    _launch.register(injection_write, supports)

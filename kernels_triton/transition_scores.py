@@ -1,0 +1,150 @@
+"""All K x K transition scores of every position (`algorithms` 1): last-layer write for every predecessor candidate, final
+norm, and the K candidates' rows of the LM head only.
+
+The norm divides by a number of the whole row, so it can come last: the hidden size is split over programs, each leaves its
+part of (w o h) E^T and of sum h^2, and a last small launch adds and divides. h is never rounded nor written out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dspine.common.injection import InjectionWeights
+from dspine.kernels_triton import _launch, injection_gate
+from dspine.kernels_triton._launch import (
+    FLOATS,
+    contiguous,
+    expect_dtype,
+    expect_shape,
+    multiply,
+    multiply_wide,
+    narrow,
+    power_of_2,
+)  # fmt: skip
+from dspine.kernels_triton.injection_write import product, readable_norm
+
+COLUMNS, STEP = 128, 64
+
+
+@triton.jit
+def _readout_kernel(raw, hidden, z, rms, rank, columns, scale, BR: tl.constexpr, BH: tl.constexpr):
+    """z = sqrt(r) normalize(raw) and RMS(u) of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BR)
+    x = tl.load(raw + row * rank + lane, mask=lane < rank, other=0.0)
+    norm = tl.sqrt(tl.sum(x * x, 0))
+    unit = x / tl.where(norm > 0.0, norm, 1.0) * scale
+    tl.store(z + row * rank + lane, narrow(unit, z.dtype.element_ty), mask=lane < rank)
+    lane = tl.arange(0, BH)
+    u = tl.load(hidden + row * columns + lane, mask=lane < columns, other=0.0).to(tl.float32)
+    tl.store(rms + row, tl.sqrt(tl.sum(u * u, 0) / columns))
+
+
+@triton.jit
+def _part_kernel(
+    hidden, rms, gated, write, norm, head_rows, products, squares, columns, size, parts,
+    K: tl.constexpr, KP: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr,
+):  # fmt: skip
+    """This part's (w o h) E^T, transposed [successor, predecessor], and sum h^2 of every predecessor."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    candidate = tl.arange(0, KP)
+    column = part * BH + tl.arange(0, BH)
+    message = tl.zeros([KP, BH], dtype=tl.float32)
+    for start in range(0, SIZE_PAD, BA):
+        lane = start + tl.arange(0, BA)
+        of_gate = (candidate < K)[:, None] & (lane < size)[None, :]
+        of_weight = (column < columns)[None, :] & (lane < size)[:, None]
+        left = tl.load(gated + (row * K + candidate)[:, None] * size + lane[None, :], mask=of_gate, other=0.0)
+        right = tl.load(write + column.to(tl.int64)[None, :] * size + lane[:, None], mask=of_weight, other=0.0)
+        message += multiply(left, right)
+    u = tl.load(hidden + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    h = u[None, :] + tl.load(rms + row) * message
+    place = row * parts + part
+    tl.store(squares + place * KP + candidate, tl.sum(h * h, 1))
+    weight = tl.load(norm + column, mask=column < columns, other=0.0).to(tl.float32)
+    inside = (candidate < K)[:, None] & (column < columns)[None, :]
+    rows = tl.load(head_rows + (row * K + candidate)[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    at = candidate[:, None] * KP + candidate[None, :]
+    tl.store(products + place * (KP * KP) + at, multiply_wide(rows, tl.trans(h * weight[None, :])))
+
+
+@triton.jit
+def _join_kernel(products, squares, scores, columns, eps, parts, K: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr):
+    row, successor = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    part, predecessor = tl.arange(0, PARTS)[:, None], tl.arange(0, KP)[None, :]
+    inside = part < parts
+    at = row * parts + part
+    total = tl.sum(tl.load(products + (at * KP + successor) * KP + predecessor, mask=inside, other=0.0), 0)
+    square = tl.sum(tl.load(squares + at * KP + predecessor, mask=inside, other=0.0), 0)
+    score = total / tl.sqrt(square / columns + eps)
+    lane = tl.arange(0, KP)
+    tl.store(scores + (row * K + lane) * K + successor, score, mask=lane < K)
+
+
+def supports(hidden: Tensor, predecessor_codes: Tensor, candidate_rows: Tensor, weights: InjectionWeights, norm: Any) -> bool:
+    """bfloat16 or float32, one dtype for hidden, weights and LM-head rows; a norm whose weight and eps can be read."""
+    dtypes = {hidden.dtype, candidate_rows.dtype, *(getattr(weights, name).dtype for name in _WEIGHTS)}
+    return len(dtypes) == 1 and hidden.dtype in FLOATS and readable_norm(norm, hidden) and candidate_rows.shape[-2] <= 64
+
+
+_WEIGHTS = ("readout", "write", "message", "receiver_gate", "predecessor_gate")
+
+
+def _check(hidden: Tensor, codes: Tensor, rows: Tensor, weights: InjectionWeights) -> None:
+    where = "transition_scores"
+    expect_dtype(where, "hidden", hidden, *FLOATS)
+    size, rank, k = weights.message.shape[0], weights.readout.shape[0], codes.shape[-2]
+    expect_shape(where, "predecessor_codes", codes, (*hidden.shape[:-1], k, rank))
+    expect_shape(where, "candidate_rows", rows, (*hidden.shape[:-1], k, hidden.shape[-1]))
+    expect_dtype(where, "candidate_rows", rows, hidden.dtype)
+    expect_shape(where, "weights.readout", weights.readout, (rank, hidden.shape[-1]))
+    expect_shape(where, "weights.write", weights.write, (hidden.shape[-1], size))
+    for name in ("readout", "write"):
+        expect_dtype(where, f"weights.{name}", getattr(weights, name), hidden.dtype)
+    contiguous(where, readout=weights.readout, write=weights.write)
+    injection_gate.check_weights(where, weights, rank, hidden.dtype)
+
+
+def transition_scores(
+    hidden: Tensor, predecessor_codes: Tensor, candidate_rows: Tensor, weights: InjectionWeights, norm: Any
+) -> Tensor:
+    """`common.transition.transition_scores`: hidden [..., M, H], codes [..., M, K, r], rows [..., M, K, H] -> float32
+    [..., M, K, K]. `norm` must have `weight` [H] and `eps`."""
+    _check(hidden, predecessor_codes, candidate_rows, weights)
+    columns, (k, rank), size = hidden.shape[-1], predecessor_codes.shape[-2:], weights.message.shape[0]
+    u = hidden.reshape(-1, columns).contiguous()
+    rows, device = u.shape[0], u.device
+    scores = torch.empty((*hidden.shape[:-1], k, k), dtype=torch.float32, device=device)
+    if not rows:
+        return scores
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    raw, z, rms = floats(rows, rank), torch.empty((rows, rank), dtype=u.dtype, device=device), floats(rows)
+    product(u, weights.readout, raw)
+    _readout_kernel[(rows,)](raw, u, z, rms, rank, columns, rank**0.5, BR=power_of_2(rank), BH=power_of_2(columns), num_warps=8)
+    gated = torch.empty((rows * k, size), dtype=u.dtype, device=device)
+    codes = predecessor_codes.reshape(rows * k, rank).to(u.dtype).contiguous()
+    injection_gate.launch(z, codes, weights, gated, repeat=k)
+    parts, padded = triton.cdiv(columns, COLUMNS), power_of_2(k, 16)
+    products, squares = floats(rows, parts, padded, padded), floats(rows, parts, padded)
+    _part_kernel[(parts, rows)](
+        u, rms, gated, weights.write, norm.weight.detach().contiguous(), candidate_rows.reshape(rows * k, columns).contiguous(),
+        products, squares, columns, size, parts,
+        K=k, KP=padded, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP, num_warps=4,
+    )  # fmt: skip
+    _join_kernel[(k, rows)](
+        products, squares, scores, columns, norm.eps, parts, K=k, KP=padded, PARTS=power_of_2(parts), num_warps=1
+    )
+    return scores
+
+
+def register() -> None:
+    """Tell the core about `transition_scores` on CUDA."""
+    _launch.register(transition_scores, supports)
