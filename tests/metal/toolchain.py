@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 SHIM = Path(__file__).parent / "shim"
@@ -91,20 +93,20 @@ def _machine_flags() -> tuple[str, ...]:
 @functools.cache
 def _shim_hash() -> str:
     digest = hashlib.sha256()
-    for path in sorted(p for p in SHIM.rglob("*") if p.is_file()):
+    for path in sorted(p for p in SHIM.rglob("*") if p.is_file() and not p.name.startswith("lint")):
         digest.update(path.relative_to(SHIM).as_posix().encode() + path.read_bytes())
     digest.update((mlx_include() / "mlx/backend/metal/kernels/utils.h").read_bytes())
     digest.update(repr((_FLAGS, _machine_flags(), _gcc_version(), platform.machine())).encode())
     return digest.hexdigest()
 
 
-def _build(command: list[str], target: Path) -> None:
-    """Run a compiler into a private file and rename it, so that several processes may build the same thing."""
+def _build(command: list[str], target: Path, code: str | None = None) -> None:
+    """Run a compiler (`code`: its standard input) into a private file and rename it: several processes may build it."""
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix="build-", suffix=target.suffix, delete=False) as file:
         temporary = Path(file.name)
     try:
         done = subprocess.run(
-            [*command, "-o", str(temporary)], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+            [*command, "-o", str(temporary)], input=code, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
         )
         if done.returncode:
             raise CompileError(done.stderr[-6000:])
@@ -113,11 +115,20 @@ def _build(command: list[str], target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _prune(folder: Path) -> None:
+    """Drop what was built more than a week ago; it is built again when it is needed."""
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - 7 * 86400:
+                path.unlink()
+
+
 @functools.cache
 def runtime_library() -> Path:
     """The shared library with fibers, rendezvous and the check mode."""
     target = cache_folder() / f"runtime-{_shim_hash()[:24]}.so"
     if not target.exists():
+        _prune(cache_folder())
         sources = [str(SHIM / "runtime.cpp"), str(SHIM / "check.cpp")]
         flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing"]
         _build(["g++", *flags, *sources], target)
@@ -130,17 +141,14 @@ def compile_kernel(code: str, check: bool) -> Path:
     target = cache_folder() / f"kernel-{key}.so"
     if target.exists():
         return target
-    source = cache_folder() / f"kernel-{key}.cpp"
-    source.write_text(code, encoding="utf-8")
     runtime = str(runtime_library())
     mode = ["-O1", "-fsanitize=thread"] if check else ["-O2"]
-    include = ["-I", str(SHIM), "-I", str(mlx_include())]
+    command = ["g++", *_FLAGS, *_machine_flags(), *mode, "-I", str(SHIM), "-I", str(mlx_include()), "-x", "c++", "-"]
     if not check:
-        _build(["g++", *_FLAGS, *_machine_flags(), *mode, *include, "-shared", str(source), runtime, "-lm"], target)
+        _build([*command, "-shared", "-x", "none", runtime, "-lm"], target, code)
         return target
     # The callbacks of -fsanitize=thread are ours: compile with it, link without it.
     compiled = cache_folder() / f"kernel-{key}.o"
-    _build(["g++", *_FLAGS, *_machine_flags(), *mode, *include, "-c", str(source)], compiled)
+    _build([*command, "-c"], compiled, code)
     _build(["g++", "-shared", str(compiled), runtime, "-lm"], target)
-    compiled.unlink(missing_ok=True)
     return target
