@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from dspine.common.errors import DSpineError
@@ -25,6 +26,20 @@ def cache_folder() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "dspine"
+
+
+def interpret_triton() -> bool:
+    """Have Triton interpret its kernels on the CPU; False where Triton is already imported and compiles.
+
+    Triton reads `TRITON_INTERPRET` when each function is decorated, its own library included: only setting it before the
+    first import works.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    if "triton" in sys.modules:
+        return False
+    os.environ["TRITON_INTERPRET"] = "1"
+    return True
 
 
 def process_group() -> tuple[int, int]:

@@ -14,17 +14,22 @@ from dspine.common.injection import InjectionWeights
 def transition_scores(
     hidden: Tensor, predecessor_codes: Tensor, candidate_rows: Tensor, weights: InjectionWeights, norm: Any
 ) -> Tensor:
-    """`common.transition.transition_scores`: [..., M, H], [..., M, K, r], [..., M, K, H] -> float32 [..., M, K, K]."""
-    z = F.linear(hidden, weights.readout).float()
+    """`common.transition.transition_scores`: [..., M, H], [..., M, K, r], [..., M, K, H] -> float32 [..., M, K, K].
+
+    float32 inside: on a CPU these small products cost no more than in bfloat16, and nothing is rounded before the scores.
+    """
+    wide, codes = hidden.float(), predecessor_codes.float()
+    z = F.linear(wide, weights.readout.float())
     size = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-    z = z.mul_(z.shape[-1] ** 0.5 / torch.where(size > 0, size, 1.0)).to(hidden.dtype)
-    receiver = F.linear(z, weights.receiver_gate, weights.bias).unsqueeze(-2)
-    codes = predecessor_codes.to(hidden.dtype)
-    gated = F.linear(codes, weights.predecessor_gate).add_(receiver).sigmoid_().mul_(F.linear(codes, weights.message))
-    wide = hidden.unsqueeze(-2).float()
+    z.mul_(z.shape[-1] ** 0.5 / torch.where(size > 0, size, 1.0))
+    receiver = F.linear(z, weights.receiver_gate.float(), weights.bias.float()).unsqueeze(-2)
+    gated = F.linear(codes, weights.predecessor_gate.float()).add_(receiver).sigmoid_()
+    gated.mul_(F.linear(codes, weights.message.float()))
+    wide = wide.unsqueeze(-2)
     rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(hidden.shape[-1] ** -0.5)
-    written = torch.addcmul(wide, rms, F.linear(gated, weights.write).float()).to(hidden.dtype)
-    return norm(written).float() @ candidate_rows.float().transpose(-1, -2)
+    written = torch.addcmul(wide, rms, F.linear(gated, weights.write.float()))
+    normed = F.rms_norm(written, norm.weight.shape, norm.weight.float(), norm.eps)
+    return normed @ candidate_rows.float().transpose(-1, -2)
 
 
 def path_walk(scores: Tensor, candidates: Tensor) -> Tensor:
@@ -42,6 +47,6 @@ def path_walk(scores: Tensor, candidates: Tensor) -> Tensor:
     return candidates.gather(-1, walked).squeeze(-1)
 
 
-def on_cpu_in_half(hidden: Tensor, *_: Any) -> bool:
+def on_cpu_in_half(hidden: Tensor, codes: Tensor, rows: Tensor, weights: InjectionWeights, norm: Any) -> bool:
     """bfloat16 only: in float32 and float64 the core's own order of operations is kept, so that both runtimes agree."""
-    return hidden.dtype == torch.bfloat16
+    return hidden.dtype == torch.bfloat16 and hasattr(norm, "weight") and hasattr(norm, "eps")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dspine import kernels_triton
+from dspine.common.environment import interpret_triton
 from dspine.common.parity.backends import ParityBackend
 from dspine.common.registry import Kernel, registered_kernel
 from dspine_cuda import ops
@@ -26,9 +27,10 @@ def backends() -> list[ParityBackend]:
     core = _backend("torch-ops", name, device, kernel=_on_cpu if not cuda else _none, fallback=True, scaled=False)
     if importlib.util.find_spec("triton") is None:
         return [core, ParityBackend("triton", "none", skipped="triton is not installed: pip install 'dspine[cuda]'")]
-    if not _register_triton_kernels(interpret=not cuda):
-        reason = "no CUDA device, and the kernels were imported before the interpreter was switched on (TRITON_INTERPRET=1)"
+    if not cuda and not interpret_triton():
+        reason = "no CUDA device, and Triton was imported before its interpreter was switched on (TRITON_INTERPRET=1)"
         return [core, ParityBackend("triton", "none", skipped=reason)]
+    _register_triton_kernels()
     return [core, _backend("triton", name if cuda else "interpreted", device, kernel=_on_cuda, fallback=False, scaled=not cuda)]
 
 
@@ -51,22 +53,11 @@ def _backend(name: str, label: str, device: str, *, kernel: object, fallback: bo
     )
 
 
-def _register_triton_kernels(*, interpret: bool) -> bool:
-    """Import and register every kernel file; False where they are already compiled ones and must be interpreted.
-
-    Triton decides when a kernel is decorated, so the interpreter is switched on before the first import.
-    """
-    import triton
-
-    if interpret:
-        triton.knobs.runtime.interpret = True
+def _register_triton_kernels() -> None:
+    """Import and register every kernel file; Triton decides between compiler and interpreter when it decorates one."""
     for module in pkgutil.iter_modules(kernels_triton.__path__):
         if not module.name.startswith("_"):
-            loaded = importlib.import_module(f"{kernels_triton.__name__}.{module.name}")
-            if hasattr(loaded, "register"):
-                loaded.register()
-    shared = importlib.import_module(f"{kernels_triton.__name__}._launch")
-    return bool(shared.INTERPRETED.value) == interpret
+            importlib.import_module(f"{kernels_triton.__name__}.{module.name}").register()
 
 
 def _on_cpu(op: str) -> Kernel | None:
