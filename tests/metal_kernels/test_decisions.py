@@ -78,6 +78,10 @@ def test_correct_length_reads_only_the_tokens_a_length_reaches():
     assert run_metal(correct_length, (*args, replace(tables, pairs_given=given)))[0][0] == 3
     given[2, :] = [0, 1e6, 0]
     assert run_metal(correct_length, (*args, replace(tables, pairs_given=given)))[0][0] == 2
+    free = replace(tables, rate=0.0)  # a token that costs nothing must still have a chance: p > 0
+    for chance, expected in ((0, 2), (1e-30, 3)):
+        sure = (*args[:2], np.full((1, 7), chance, np.float32), args[3], free)
+        assert run_metal(correct_length, sure)[0][0] == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
