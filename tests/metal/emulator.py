@@ -17,12 +17,13 @@ from unittest import mock
 import numpy as np
 
 from tests.metal.lint import LintError, address_space_errors, lint_unavailable
-from tests.metal.rewrite import rewrite_threadgroup
+from tests.metal.rewrite import check_header, rewrite_threadgroup
 from tests.metal.signature import METAL_TYPES, KernelText, Operand, kernel_text
 from tests.metal.toolchain import compile_kernel, runtime_library, unavailable
 
 SCHEDULES = ("forward", "reverse", "random")
 CPU_SECONDS = 60.0
+MAX_BUFFERS = 31  # entries of Metal's buffer argument table
 _ERRORS = ("", "out-of-bounds", "divergence", "time", "threadgroup-memory", "race", "uninitialised", "trap", "stack", "setup")
 # Poison of outputs: NaNs in every float format, and improbable integers.
 _POISON = (b"\xa5\xff\xa5\xff\xa5\xff\xa5\xff", b"\x5a\xff\x5a\xff\x5a\xff\x5a\xff")
@@ -219,6 +220,9 @@ def run_kernel(
     ]
     values = [(n, v if isinstance(v, int) else dtype_name(v)) for n, v in template]
     kernel = kernel_text(name, source, header, operands, outputs, values, atomic_outputs)
+    if len(kernel.buffers) > MAX_BUFFERS:
+        raise KernelFault("limits", f"kernel {name!r}: Metal binds at most {MAX_BUFFERS} buffers, got {len(kernel.buffers)}")
+    check_header(header)
     entry = _entry(translation_unit(kernel, source), check)
     lint = _lint(name, kernel, source) if check else "not asked for"
     launch = functools.partial(

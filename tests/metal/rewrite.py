@@ -27,7 +27,7 @@ def rewrite_threadgroup(body: str, form: str = "arena") -> tuple[str, int]:
             continue
         end = _end(body, position)
         text = body[position:end]
-        if "*" in _outside_brackets(text) or "&" in _outside_brackets(text):
+        if _is_pointer(text):
             out.append("threadgroup")
             continue
         if body[end : end + 1] != ";":
@@ -44,6 +44,23 @@ def rewrite_threadgroup(body: str, form: str = "arena") -> tuple[str, int]:
         out.append("\n" * (text.count("\n") - written))
         position = end + 1
     return "".join(out) + body[position:], count
+
+
+def check_header(header: str) -> None:
+    """Raise ValueError for a `threadgroup` variable outside of the kernel's own body, where Metal allows none."""
+    for match in _TOKEN.finditer(header):
+        end = _end(header, match.end())
+        text = header[match.end() : end]
+        if match.group() == "threadgroup" and header[end : end + 1] == ";" and not _is_pointer(text):
+            line = header.count("\n", 0, match.start()) + 1
+            raise ValueError(
+                f"line {line} of the header: threadgroup variables live in the kernel's body, got `threadgroup{text};`"
+            )
+
+
+def _is_pointer(text: str) -> bool:
+    """Whether a declarator makes a pointer or a reference: `T* p`, `T& x`, `T (&a)[n]`."""
+    return bool(re.search(r"[*&]", _outside_brackets(text)) or re.search(r"\(\s*[*&]", text))
 
 
 def _declare(form: str, number: int, kind: str, name: str, dimensions: str) -> str:

@@ -160,6 +160,9 @@ def test_limits():
     with pytest.raises(KernelFault, match="positive"):
         launch((128, 0, 1), (32, 1, 1))
     launch((128, 1, 1), (1024, 1, 1))
+    names = [f"a{i}" for i in range(31)]
+    with pytest.raises(KernelFault, match="31 buffers, got 32"):
+        run_kernel("k", "o[0] = 1;", "", names, [INPUT] * 31, ["o"], [(1,)], ["float32"], (1, 1, 1), (1, 1, 1))
     assert run(REDUCE.replace("partial[64]", "partial[8192]")).shape == (128,)
     assert last_report().threadgroup_bytes == 32768
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.metal.emulator import SCHEDULES, BFloat16, emulated_metal_kernel, last_report, run_kernel
-from tests.metal.rewrite import rewrite_threadgroup
+from tests.metal.rewrite import check_header, rewrite_threadgroup
 
 
 def run(source, inputs, shape, dtype, grid, threadgroup=None, template=(), header="", **kwargs):
@@ -307,3 +307,31 @@ def test_rewriting_keeps_lines_and_leaves_pointers():
 def test_a_declaration_that_is_not_understood_is_an_error(text):
     with pytest.raises(ValueError, match="line 2 of the body: expected `threadgroup T name"):
         rewrite_threadgroup(f"int i;\n{text}\n")
+
+
+def test_headers_hold_no_threadgroup_variables():
+    check_header(
+        "inline void f(threadgroup float* p, threadgroup float q[4], threadgroup float (&r)[4]);\n// threadgroup int x;\n"
+    )
+    check_header("struct S { threadgroup int* p; };")
+    with pytest.raises(ValueError, match="line 2 of the header"):
+        run(
+            "o[0] = f();",
+            [],
+            (1,),
+            "float32",
+            (1, 1, 1),
+            header="inline float f() {\n threadgroup float x[3]; x[0] = 1; return x[0]; }\n",
+        )
+
+
+def test_bfloat_matrices_and_diagonals():
+    source = """
+        simdgroup_matrix<bfloat, 8, 8> x, twice(bfloat(2.0f)), product;
+        simdgroup_load(x, in0, 8);
+        simdgroup_multiply(product, x, twice);
+        simdgroup_store(product, o, 8, ulong2(0, 0), true);
+    """
+    bits = (np.arange(64, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    got = run(source, [BFloat16(bits)], (8, 8), "bfloat16", (32, 1, 1))
+    assert np.array_equal((got.astype(np.uint32) << 16).view(np.float32), 2 * np.arange(64, dtype=np.float32).reshape(8, 8).T)
