@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("mlx.core", reason="mlx is not installed")
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
 from tests.metal.toolchain import unavailable  # noqa: E402
 

@@ -27,6 +27,7 @@ from dspine.kernels_metal.transition_scores import transition_scores
 from tests.metal.emulator import dtype_name, emulated_metal_kernel
 from tests.metal.lint import address_space_errors, lint_unavailable
 from tests.metal.signature import Operand, kernel_text
+from tests.metal.test_signature import check as check_text
 from tests.metal_kernels.running import low, run_from, run_metal
 from tests.metal_kernels.test_decisions import tables_of
 from tests.metal_kernels.test_draft import weights_of
@@ -98,8 +99,8 @@ def test_check_mode(name):
     RUNS[name](np.random.default_rng(1), run)
 
 
-def linting(errors: list[str], **made: Any) -> Any:
-    """A kernel maker that asks clang about each launch's text before the emulator runs it."""
+def watching(look: Any, **made: Any) -> Any:
+    """A kernel maker that calls look(name, source, header, inputs, outputs, template) before the emulator runs a launch."""
     emulated = emulated_metal_kernel(**made)
 
     def kernel(**call: Any) -> Any:
@@ -109,8 +110,7 @@ def linting(errors: list[str], **made: Any) -> Any:
         shapes = zip(made["output_names"], call["output_dtypes"], call["output_shapes"], strict=True)
         template = [(n, v if isinstance(v, int) else dtype_name(v)) for n, v in call["template"]]
         outputs = [Operand(n, dtype_name(d), s) for n, d, s in shapes]
-        text = kernel_text(made["name"], made["source"], made["header"], operands, outputs, template)
-        errors.extend(address_space_errors(text, made["source"]))
+        look(made["name"], made["source"], made["header"], operands, outputs, template)
         return emulated(**call)
 
     return kernel
@@ -121,5 +121,19 @@ def test_address_spaces(name):
     if reason := lint_unavailable():
         pytest.skip(reason)
     errors: list[str] = []
-    RUNS[name](np.random.default_rng(1), functools.partial(run_from, functools.partial(linting, errors)))
+
+    def look(name, source, header, inputs, outputs, template):
+        errors.extend(address_space_errors(kernel_text(name, source, header, inputs, outputs, template), source))
+
+    RUNS[name](np.random.default_rng(1), functools.partial(run_from, functools.partial(watching, look)))
     assert not errors, "\n".join(errors)
+
+
+@pytest.mark.parametrize("name", ["gdn", "draft", "decisions"])
+def test_the_emulator_runs_the_text_that_mlx_makes(name):
+    """MLX shows the text of an exported launch, without Metal too: signature, attributes, template, all of it."""
+
+    def look(*text):
+        check_text(*text)
+
+    RUNS[name](np.random.default_rng(1), functools.partial(run_from, functools.partial(watching, look)))
