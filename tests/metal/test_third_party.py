@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.metal.emulator import SCHEDULES, emulated, last_report
+from tests.metal.emulator import SCHEDULES, KernelFault, emulated, emulated_metal_kernel, last_report
 from tests.metal.lint import lint_unavailable
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
@@ -196,3 +196,45 @@ def test_expert_routing():
 def test_the_real_modules_are_untouched():
     assert gated_delta._gated_delta_kernel is None or mx.metal.is_available()
     assert not any(name.startswith("mlx_lm.kernels._emulated_") for name in sys.modules)
+
+
+@pytest.fixture
+def kl_forward(monkeypatch):
+    """The arguments with which mlx-lm's KL kernel is made."""
+    losses = pytest.importorskip("mlx_lm.tuner.losses", reason="mlx-lm is not installed")
+    if not hasattr(losses, "_make_kl_forward_kernel"):
+        pytest.skip("this mlx-lm has no KL kernel")
+    monkeypatch.setattr(losses, "can_run_metal", lambda: True)
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **arguments: arguments)
+    arguments = losses._make_kl_forward_kernel()
+    if "threadgroup_barrier(mem_flags::mem_none)" not in arguments["source"]:
+        pytest.skip("this mlx-lm has another KL kernel than the one with the faults")
+    return arguments
+
+
+def run_kl(arguments, schedule="forward", check=False):
+    rng = np.random.default_rng(4)
+    q, p = (rng.standard_normal((2, 5003)).astype(np.float32) for _ in range(2))
+    kernel = emulated_metal_kernel(**arguments, schedule=schedule, check=check)
+    shape = dict(grid=(1024, 2, 1), threadgroup=(1024, 1, 1), output_shapes=[(2,)], output_dtypes=[mx.float32])
+    (out,) = kernel(inputs=[mx.array(q), mx.array(p)], template=[("T", mx.float32), ("V", 5003)], **shape)
+    log_q, log_p = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True)) for x in (q.astype(np.float64), p.astype(np.float64)))
+    expected = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    return np.abs(np.array(out) - expected).max() / expected.max()
+
+
+def test_real_faults_in_a_shipped_kernel(kl_forward):
+    """One barrier is missing (sums overwrite maxima that others still read), two order no memory; put right, it passes."""
+    with pytest.raises(KernelFault, match="race: write of 'shared'"):
+        run_kl(kl_forward, check=True)
+    assert max(run_kl(kl_forward, schedule) for schedule in SCHEDULES) > 1e-2
+
+    head, read, tail = kl_forward["source"].partition("max_p = shared[simd_lane_id * 2 + 1];")
+    assert read
+    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    repaired = kl_forward | {"source": head + read + barrier + tail}
+    with pytest.raises(KernelFault, match="race"):
+        run_kl(repaired, check=True)
+    repaired["source"] = repaired["source"].replace("mem_flags::mem_none", "mem_flags::mem_threadgroup")
+    assert run_kl(repaired, check=True) < 1e-5
+    assert max(run_kl(repaired, schedule) for schedule in SCHEDULES) < 1e-5
