@@ -37,6 +37,6 @@ def draft_signals(logits: Array, k: int) -> DraftSignals:
     shifted = wide - xp.max(wide, axis=-1, keepdims=True)
     weights = xp.exp(shifted)
     total = long_sum(weights)
-    products = xp.where(weights > 0, weights * shifted, xp.zeros_like(weights))  # 0 * -inf would be NaN
+    products = weights * xp.where(weights > 0, shifted, xp.zeros_like(shifted))  # 0 * -inf would be NaN
     entropy = xp.log(total) - long_sum(products) / total
     return DraftSignals(values, ids, 1 / total, entropy)
