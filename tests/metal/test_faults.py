@@ -69,6 +69,7 @@ BUGS = [
     Bug("barrier without memory", REDUCE, "mem_flags::mem_threadgroup", "mem_flags::mem_none", "race", ""),
     Bug("simdgroup barrier too small", REDUCE, "threadgroup_barrier", "simdgroup_barrier", "uninitialised", "wrong"),
     Bug("simd_sum is no barrier", SIMD, "simdgroup_barrier(mem_flags::mem_threadgroup);", "simd_sum(1.0f);", "race", ""),
+    Bug("simdgroup barrier for another memory", SIMD, "mem_flags::mem_threadgroup", "mem_flags::mem_device", "race", ""),
     Bug("missing simdgroup barrier", SIMD, "simdgroup_barrier(mem_flags::mem_threadgroup);", "", "uninitialised", "wrong"),
     Bug("read past the end", PLAIN, "a[n]", "a[n + 1]", "out-of-bounds", "out-of-bounds"),
     Bug("read far past the end", PLAIN, "a[n]", "a[n + 100000]", "out-of-bounds", "out-of-bounds"),
