@@ -109,7 +109,7 @@ def test_command_passes_and_prints_a_table(monkeypatch):
     absent = ParityBackend("triton", "none", skipped="triton is not installed")
     run = invoke(monkeypatch, [numpy_backend(), absent])
     assert run.exit_code == 0, run.output
-    assert "draft_signals" in run.output and "triton is not" in run.output and "ok" in run.output
+    assert "draft_signals" in run.output and "on triton: triton is not installed" in run.output and "ok" in run.output
 
 
 def test_command_fails_on_a_miss_and_ends_with_json(monkeypatch):
