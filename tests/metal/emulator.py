@@ -232,15 +232,18 @@ def run_kernel(
     )  # fmt: skip
     results, suspects = launch(poison=_POISON[0])
     if suspects:  # an element may hold the poison's value by right: then another poison leaves no trace there
-        _, again = launch(poison=_POISON[1])
-        for operand, first, second in zip(outputs, suspects, again, strict=True):
-            if (both := np.intersect1d(first, second)).size:
-                raise KernelFault(
-                    "unwritten",
-                    f"kernel {name!r}: output {operand.name!r} {operand.shape}: {both.size} of {operand.size} elements were "
-                    f"never written, the first is element {int(both[0])}",
-                )
+        _check_written(name, outputs, suspects, launch(poison=_POISON[1])[1])
     return results
+
+
+def _check_written(name: str, outputs: list[Operand], first: list[np.ndarray], second: list[np.ndarray]) -> None:
+    for operand, a, b in zip(outputs, first, second, strict=bool(second)):
+        if (both := np.intersect1d(a, b)).size:
+            raise KernelFault(
+                "unwritten",
+                f"kernel {name!r}: output {operand.name!r} {operand.shape}: {both.size} of {operand.size} elements were never "
+                f"written, the first is element {int(both[0])}",
+            )
 
 
 def _lint(name: str, kernel: KernelText, source: str) -> str:
