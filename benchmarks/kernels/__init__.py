@@ -1,0 +1,1 @@
+"""Kernel benchmarks: every operation against the core's own code and against its floor."""

@@ -1,0 +1,139 @@
+"""Bad arguments raise one line that says expected and got; file names and registration match the other backend's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspine import kernels_metal, kernels_triton
+from dspine.common.errors import DSpineError
+from dspine.common.norms import RMSNorm
+from dspine.common.parity.runner import OPERATIONS
+from dspine.common.registry import registered_kernel
+from dspine.kernels_triton import (
+    accept,
+    correct_length,
+    draft_signals,
+    gdn_commit,
+    gdn_verify,
+    injection_gate,
+    injection_write,
+    path_walk,
+    select_length,
+    transition_scores,
+)  # fmt: skip
+from tests.triton.blocks import block, stacked
+from tests.triton.test_draft import weights
+
+FILES = {path.stem for path in Path(next(iter(kernels_triton.__path__))).glob("*.py") if not path.stem.startswith("_")}
+
+
+def test_both_backends_have_the_same_files():
+    metal = {path.stem for path in Path(next(iter(kernels_metal.__path__))).glob("*.py") if not path.stem.startswith("_")}
+    assert metal == FILES
+
+
+def test_every_operation_registers():
+    for name in FILES:
+        module = __import__(f"dspine.kernels_triton.{name}", fromlist=["register"])
+        module.register()
+    for name in OPERATIONS:
+        kernel = registered_kernel(name, "torch", "cuda")
+        assert kernel is not None and kernel.supports is not None and kernel.name == f"triton {name}"
+
+
+def verify_arguments(device: str) -> dict[str, torch.Tensor]:
+    return dict(zip(("q", "k", "v", "log_decay", "beta", "state"), block(device, 3), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": lambda x: x[0]}, r"q must have shape \[B, w, Hk, Dk\], got \(3, 1, 16\)"),
+        ({"v": lambda x: x.float()}, "one dtype, got"),
+        ({"log_decay": lambda x: x[:, :, :1]}, "log_decay must have shape"),
+        ({"q": lambda x: x.repeat(1, 6, 1, 1), "k": lambda x: x.repeat(1, 6, 1, 1), "v": lambda x: x.repeat(1, 6, 1, 1)},
+         "1..16 tokens at once, got 18"),
+        ({"q": lambda x: x.repeat(1, 1, 4, 1), "k": lambda x: x.repeat(1, 1, 4, 1)}, "multiple of key heads, got 2 and 4"),
+        ({"state": lambda x: x.bfloat16()}, "state"),
+        ({"log_decay": lambda x: x.bfloat16()}, "log_decay must be float32"),
+        ({"state": lambda x: x.transpose(-1, -2)}, "state must be contiguous"),
+    ],
+)  # fmt: skip
+def test_verify(device, change, message):
+    arguments = verify_arguments(device)
+    arguments |= {name: function(arguments[name]) for name, function in change.items()}
+    with pytest.raises(DSpineError, match=message):
+        gdn_verify.gdn_verify(*arguments.values())
+
+
+def test_commit(device):
+    args = block(device, 3)
+    _, factors = gdn_verify.gdn_verify(*args)
+    states, windows, inputs = (
+        args[5].unsqueeze(0),
+        torch.zeros(1, 1, 3, 4, device=device),
+        torch.zeros(1, 1, 3, 4, device=device),
+    )
+    m, kept = torch.tensor([1], device=device), stacked(factors)
+    for states_, factors_, windows_, m_, message in (
+        (states[0], kept, windows, m, r"states must have shape \[L, B, Hv, Dv, Dk\]"),
+        (states.transpose(-1, -2), kept, windows, m, "states must be contiguous"),
+        (states, replace(kept, z=kept.z.bfloat16()), windows, m, "factors.z must be float32"),
+        (states, kept, windows[..., :3], m, "inputs must have shape"),
+        (
+            states,
+            kept,
+            windows.transpose(-1, -2)[..., :3, :].transpose(-1, -2).mT.contiguous().mT[..., :4],
+            m,
+            "windows|inputs",
+        ),
+        (states, kept, windows, m.float(), "m must be an integer array"),
+    ):
+        with pytest.raises(DSpineError, match=message):
+            gdn_commit.gdn_commit(states_, factors_, windows_, inputs, m_)
+
+
+def test_drafter(device):
+    w, norm = weights(device), RMSNorm(torch.ones(40, device=device), 1e-6)
+    u, z, gated = torch.zeros(2, 40, device=device), torch.zeros(2, 24, device=device), torch.zeros(2, 12, device=device)
+    codes, rows = torch.zeros(2, 4, 24, device=device), torch.zeros(2, 4, 40, device=device)
+    for call, message in (
+        (lambda: injection_gate.injection_gate(z.double(), z.double(), w), "receiver must be float32 or bfloat16, got float64"),
+        (lambda: injection_gate.injection_gate(z, z[:1], w), "one shape"),
+        (lambda: injection_gate.injection_gate(z[:, :20], z[:, :20], w), r"weights.message must have shape \(12, 20\)"),
+        (lambda: injection_write.injection_write(u, gated[:1], w.write), "gated must have shape"),
+        (lambda: injection_write.injection_write(u, gated, w.write.T.contiguous().T), "write must be contiguous"),
+        (lambda: transition_scores.transition_scores(u, codes, rows[:, :3], w, norm), "candidate_rows must have shape"),
+        (lambda: transition_scores.transition_scores(u, codes, rows.bfloat16(), w, norm), "candidate_rows must be float32"),
+        (lambda: draft_signals.draft_signals(u, 41), "k must be 1..40"),
+        (lambda: draft_signals.draft_signals(u.double(), 2), "logits must be float32 or bfloat16"),
+        (lambda: path_walk.path_walk(torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, device=device).long()), "scores"),
+        (
+            lambda: path_walk.path_walk(torch.zeros(2, 4, 4, device=device), torch.zeros(2, 4, device=device)),
+            "candidates must be",
+        ),
+    ):
+        with pytest.raises(DSpineError, match=message):
+            call()
+
+
+def test_decisions(device):
+    p, draft, limit = (
+        torch.zeros(2, 3, 9, device=device),
+        torch.zeros(2, 2, device=device).long(),
+        torch.zeros(2, device=device).int(),
+    )
+    u = torch.zeros(2, 3, device=device)
+    for call, message in (
+        (lambda: accept.accept_greedy(p[0], draft, limit), r"logits must have shape \[B, w, V\]"),
+        (lambda: accept.accept_greedy(p, draft[:, :1], limit), "draft must have shape"),
+        (lambda: accept.accept_point_mass(p, draft, limit.float(), u[:, 1:], u), "limit must be int32 or int64"),
+        (lambda: accept.accept_point_mass(p, draft, limit, u, u), "u_accept must have shape"),
+    ):
+        with pytest.raises(DSpineError, match=message):
+            call()
+    assert select_length.MOST and correct_length.MOST_EXPERTS

@@ -1,0 +1,87 @@
+"""Drafter and decision kernels beyond the parity table: edges, slices of larger arrays, the core's own dispatch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dspine.common import acceptance, injection, signals, transition
+from dspine.common.injection import InjectionWeights
+from dspine.common.norms import RMSNorm
+from dspine.kernels_triton import accept, draft_signals, injection_gate, injection_write, path_walk, transition_scores
+
+
+def weights(device: str, hidden: int = 40, rank: int = 24, size: int = 12) -> InjectionWeights:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((rank, hidden), (hidden, size), (size, rank), (size, rank), (size, rank), (size,))
+    return InjectionWeights(*(torch.randn(shape, generator=generator).to(device) for shape in shapes))
+
+
+def moved(device: str, *arrays: torch.Tensor) -> list[torch.Tensor]:
+    """The arguments of a kernel; the core's answer is computed on the CPU (deterministic mode forbids its CUDA sums)."""
+    return [array.to(device) for array in arrays]
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got.cpu(), want.cpu(), rtol=2e-5, atol=2e-5)
+
+
+def test_rows_of_a_larger_array(device):
+    """`inject` hands over rows 1.. of a block: not contiguous with more than one row of the batch."""
+    block, codes = torch.randn(3, 5, 40), torch.randn(3, 5, 24)
+    on_block, on_codes = moved(device, block, codes)
+    gated = injection_gate.injection_gate(on_codes[:, 1:], on_codes[:, :-1], weights(device))
+    want = injection.injection_gate.reference(codes[:, 1:], codes[:, :-1], weights("cpu"))
+    close(gated, want)
+    scale = torch.randn(40)
+    norm, on_norm = RMSNorm(scale, 1e-6), RMSNorm(scale.to(device), 1e-6)
+    got = injection_write.injection_write(on_block[:, 1:], want.to(device), weights(device).write, on_norm)
+    expected = injection.injection_write.reference(block[:, 1:], want, weights("cpu").write, norm)
+    for one, other in zip(got, expected, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("k", [1, 3])
+def test_shortest_walks(device, count, k):
+    args = torch.randn(2, count, k, k), torch.randint(0, 99, (2, count, k))
+    assert torch.equal(path_walk.path_walk(*moved(device, *args)).cpu(), transition.path_walk.reference(*args))
+    args = (*args, torch.full((2, count), 0.5))
+    tokens, q = path_walk.path_walk_sampled(*moved(device, *args), 0.5)
+    want, want_q = transition.path_walk_sampled.reference(*args, 0.5)
+    assert torch.equal(tokens.cpu(), want)
+    close(q, want_q)
+
+
+def test_walks_of_a_drafter_without_rows(device):
+    """M = 0 and B = 0: empty answers, no launch."""
+    assert path_walk.path_walk(
+        torch.empty(2, 0, 4, 4, device=device), torch.empty(2, 0, 4, dtype=torch.int64, device=device)
+    ).shape == (2, 0)
+    empty = torch.empty(0, 3, 40, device=device)
+    codes, rows = torch.empty(0, 3, 4, 24, device=device), torch.empty(0, 3, 4, 40, device=device)
+    norm = RMSNorm(torch.ones(40, device=device), 1e-6)
+    assert transition_scores.transition_scores(empty, codes, rows, weights(device), norm).shape == (0, 3, 4, 4)
+
+
+def test_signals_where_parts_of_the_vocabulary_are_masked(device):
+    """A whole slice of -inf, and values that tie across slices: the lower ids come first."""
+    logits = torch.randn(2, 9001)
+    logits[0, :8500] = float("-inf")
+    logits[1] = 0.0
+    got, want = draft_signals.draft_signals(logits.to(device), 8), signals.draft_signals.reference(logits, 8)
+    assert torch.equal(got.ids.cpu(), want.ids.cpu().to(torch.int64))
+    assert torch.equal(got.values.cpu(), want.values.cpu())
+    close(got.confidence, want.confidence)
+    close(got.entropy, want.entropy)
+    assert got.ids[1].tolist() == list(range(8))
+
+
+def test_point_mass_without_any_other_mass(device):
+    """The whole row is the rejected draft (only rounding rejects it): it is drawn again, as in the core."""
+    p = torch.zeros(1, 2, 700)
+    p[:, :, 600] = 1.0
+    args = p, torch.tensor([[600]]), torch.tensor([1]), torch.ones(1, 1), torch.full((1, 2), 0.3)
+    got, want = accept.accept_point_mass(*moved(device, *args)), acceptance.accept_point_mass.reference(*args)
+    assert got.accepted.tolist() == want.accepted.tolist() == [0]
+    assert got.next_token.tolist() == want.next_token.tolist() == [600]
