@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from dspine.common import gdn
-from dspine.common.gdn import GdnFactors, GdnInputWeights, GdnLayout
+from dspine.common.gdn import MAX_TOKENS, GdnFactors, GdnInputWeights, GdnLayout
 from dspine.common.parity.backends import Value
-from dspine.common.parity.checks import Check, generator
+from dspine.common.parity.checks import SINGLE, Check, generator
 
 HOSTILE_FAMILIES = ("parallel-keys", "tiny-decay", "zero-strength")
 FAMILIES = ("random", *HOSTILE_FAMILIES, "padded")
@@ -65,6 +66,11 @@ def checks(scaled: bool) -> Iterator[Check]:
         if shape.tokens in (3, 7, 16):
             yield _deferred_check(shape, "random")
             yield _deferred_check(shape, "parallel-keys")
+    for w in range(2, MAX_TOKENS + 1):  # cases N1 and R9: every length is its own specialised kernel
+        shape = Shape(f"width w={w} 1/2 heads 32x16", 1, w, 1, 2, 32, 16)
+        for family in ("random", "parallel-keys"):
+            yield dataclasses.replace(_verify_check(shape, family), dtypes=SINGLE)
+        yield dataclasses.replace(_commit_check(shape, "random"), dtypes=SINGLE)
 
 
 def _families(shape: Shape, scaled: bool) -> tuple[str, ...]:
