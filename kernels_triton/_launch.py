@@ -57,6 +57,21 @@ def multiply_small(a, b, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def arrive(x):
+    """`x` itself, at this place of the program: a load before it may wait here, and not earlier.
+
+    The compiler puts a loaded tile into shared memory as soon as it has arrived, and loads written further down would
+    only be issued after that. With this between load and use, all loads of a kernel are in flight together.
+    """
+    if INTERPRETED:
+        return x
+    elif x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + e^-x) without overflow in either direction."""
     small = tl.exp(-tl.abs(x))

@@ -18,7 +18,7 @@ from dspine.common.errors import DSpineError
 from dspine.common.gdn import GdnFactors
 from dspine.kernels_triton import _launch
 from dspine.kernels_triton._launch import contiguous, power_of_2, programs_of
-from dspine.kernels_triton.gdn_verify import fold
+from dspine.kernels_triton.gdn_verify import fold, load_factors
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,17 @@ def _gdn_commit_kernel(
             dv = (program % SLICES) * BV + tl.arange(0, BV)
             dk = tl.arange(0, DK_PAD)
             place = states + pair.to(tl.int64) * (DV * DK) + dv[None, :] * DK + dk[:, None]
+            inside = (dk < DK)[:, None] & (dv < DV)[None, :]
             FULL: tl.constexpr = DV % BV == 0 and DK == DK_PAD
             if FULL:
                 held = tl.load(place)
-                held = fold(held, z, k, g, entry * W, count, head, head // (HV // HK), dv, dk, HK, HV, DK, DV)
+            else:
+                held = tl.load(place, mask=inside, other=0.0)
+            last = load_factors(z, k, g, entry * W, head, head // (HV // HK), dv, dk, HK, HV, DK, DV, W)
+            held = fold(held, last[0], last[1], last[2], count)
+            if FULL:
                 tl.store(place, held)
             else:
-                inside = (dk < DK)[:, None] & (dv < DV)[None, :]
-                held = tl.load(place, mask=inside, other=0.0)
-                held = fold(held, z, k, g, entry * W, count, head, head // (HV // HK), dv, dk, HK, HV, DK, DV)
                 tl.store(place, held, mask=inside)
     else:
         slices = tl.cdiv(channels, BC)

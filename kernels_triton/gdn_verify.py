@@ -20,7 +20,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dspine.common import gdn
 from dspine.common.gdn import GdnFactors
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import contiguous, multiply, multiply_small, multiply_wide, narrow, power_of_2, programs_of
+from dspine.kernels_triton._launch import (
+    arrive,
+    contiguous,
+    multiply,
+    multiply_small,
+    multiply_wide,
+    narrow,
+    power_of_2,
+    programs_of,
+)
 
 ROWS = 16
 
@@ -37,7 +46,7 @@ class Launch:
 # Largest w of each entry, in order; found with `benchmarks.kernels.run --sweep`. `block` is the same for all: with another
 # one a token would be rounded differently in a longer block.
 LAUNCHES = ((2, Launch(8, 1)), (4, Launch(8, 1)), (8, Launch(8, 1)), (16, Launch(8, 1)))
-WIDE_LAUNCH = Launch(16, 4)  # float32 inputs: multiply-adds instead of tensor cores
+WIDE_LAUNCH = Launch(32, 8)  # float32 inputs: multiply-adds instead of tensor cores
 
 
 def choose(count: int, dtype: torch.dtype) -> Launch:
@@ -48,19 +57,26 @@ def choose(count: int, dtype: torch.dtype) -> Launch:
 
 
 @triton.jit
-def fold(state, z, k, g, first, m, head, key_head, dv, dk, HK, HV, DK, DV):
-    """S^T [Dk, BV] after m tokens: e^{g_m} S + sum_j e^{g_m - g_j} z_j k_j^T (equation 7); `first`: row of token 0."""
+def load_factors(z, k, g, first, head, key_head, dv, dk, HK, HV, DK, DV, COUNT: tl.constexpr):
+    """A block's factors for one slice of a head: logs [16], writes [16, BV], keys^T [Dk, 16]; `first`: row of token 0."""
+    rows = tl.arange(0, 16)
+    at, inside = first + rows, rows < COUNT
+    logs = tl.load(g + at * HV + head, mask=inside, other=0.0)
+    of_value = inside[:, None] & (dv < DV)[None, :]
+    writes = tl.load(z + (at[:, None] * HV + head) * DV + dv[None, :], mask=of_value, other=0.0)
+    of_key = (dk < DK)[:, None] & inside[None, :]
+    return logs, writes, tl.load(k + (at[None, :] * HK + key_head) * DK + dk[:, None], mask=of_key, other=0.0)
+
+
+@triton.jit
+def fold(state, logs, writes, keys, m):
+    """S^T [Dk, BV] after m tokens: e^{g_m} S + sum_{j <= m} e^{g_m - g_j} z_j k_j^T (equation 7); later rows never matter."""
     rows = tl.arange(0, 16)
     kept = rows < m
-    at = first + rows
-    logs = tl.load(g + at * HV + head, mask=kept, other=0.0)
-    total = tl.load(g + (first + tl.maximum(m, 1) - 1) * HV + head)
+    total = tl.sum(tl.where(rows == m - 1, logs, 0.0), 0)
     weight = tl.where(kept, tl.exp(tl.where(kept, total - logs, 0.0)), 0.0)
-    inside = kept[:, None] & (dv < DV)[None, :]
-    writes = tl.load(z + (at[:, None] * HV + head) * DV + dv[None, :], mask=inside, other=0.0) * weight[:, None]
-    inside = (dk < DK)[:, None] & kept[None, :]
-    keys = tl.load(k + (at[None, :] * HK + key_head) * DK + dk[:, None], mask=inside, other=0.0)
-    return tl.exp(total) * state + multiply_wide(keys, writes)
+    writes = tl.where(kept[:, None], writes, 0.0) * weight[:, None]
+    return tl.exp(total) * state + multiply_wide(tl.where(kept[None, :], keys, 0.0), writes)
 
 
 @triton.jit
@@ -88,6 +104,17 @@ def _unit_lower_inverse(matrix, row, col, W: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
+def _small_system(keys, queries, logs, strength, rows, W: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    """H^-1 and (Gamma o Q K^T) H^-1, both [16, 16]."""
+    row, col = rows[:, None], rows[None, :]
+    lower = row >= col
+    between = tl.where(lower, tl.exp(tl.where(lower, logs[:, None] - logs[None, :], 0.0)), 0.0)
+    matrix = tl.where(row > col, strength[:, None] * between * multiply(keys, tl.trans(keys)), 0.0)
+    inverse = _unit_lower_inverse(matrix, row, col, W, BLOCK, SPLIT)
+    return inverse, multiply_small(between * multiply(queries, tl.trans(keys)), inverse, SPLIT)
+
+
+@triton.jit
 def _gdn_verify_kernel(
     q, k, v, log_decay, beta, state, out, z, g, lengths, past_z, past_k, past_g, past_m,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
@@ -112,14 +139,6 @@ def _gdn_verify_kernel(
     count = W
     if HAS_LENGTHS:
         count = tl.minimum(tl.load(lengths + batch).to(tl.int32), W)
-    if PAST > 0:
-        m = tl.minimum(tl.load(past_m + batch).to(tl.int32), PAST)
-        if m > 0:
-            held = fold(held, past_z, past_k, past_g, batch * PAST, m, head, key_head, dv, dk, HK, HV, DK, DV)
-            tl.store(place, held, mask=inside)
-    if HAS_LENGTHS:
-        held = tl.where(count > 0, held, 0.0)  # an unused slot may hold anything
-
     rows = tl.arange(0, 16)
     live = rows < count
     token = batch * W + rows
@@ -127,18 +146,24 @@ def _gdn_verify_kernel(
     of_key = live[:, None] & (dk < DK)[None, :]
     keys = tl.load(k + at, mask=of_key, other=0.0)
     queries = tl.load(q + at, mask=of_key, other=0.0)
-    logs = tl.cumsum(tl.load(log_decay + token * HV + head, mask=live, other=0.0), 0)
+    logs = tl.load(log_decay + token * HV + head, mask=live, other=0.0)
     strength = tl.load(beta + token * HV + head, mask=live, other=0.0)
     of_value = (token[:, None] * HV + head) * DV + dv[None, :]
-    values = tl.load(v + of_value, mask=live[:, None] & (dv < DV)[None, :], other=0.0).to(tl.float32)
+    values = tl.load(v + of_value, mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+    if PAST > 0:
+        m = tl.minimum(tl.load(past_m + batch).to(tl.int32), PAST)
+        past = load_factors(past_z, past_k, past_g, batch * PAST, head, key_head, dv, dk, HK, HV, DK, DV, PAST)
+    keys, queries = arrive(keys), arrive(queries)
+    logs = tl.cumsum(logs, 0)
+    values = values.to(tl.float32)
 
-    row, col = rows[:, None], rows[None, :]
-    lower = row >= col
-    between = tl.where(lower, tl.exp(tl.where(lower, logs[:, None] - logs[None, :], 0.0)), 0.0)
-    matrix = tl.where(row > col, strength[:, None] * between * multiply(keys, tl.trans(keys)), 0.0)
-    inverse = _unit_lower_inverse(matrix, row, col, W, BLOCK, SPLIT)
-    reads = multiply_small(between * multiply(queries, tl.trans(keys)), inverse, SPLIT)  # (Gamma o Q K^T) H^-1
-
+    inverse, reads = _small_system(keys, queries, logs, strength, rows, W, BLOCK, SPLIT)
+    held = arrive(held)
+    if PAST > 0:
+        held = fold(held, past[0], past[1], past[2], m)
+        tl.store(place, held, mask=inside & (m > 0))
+    if HAS_LENGTHS:
+        held = tl.where(count > 0, held, 0.0)  # an unused slot may hold anything
     decay = tl.exp(logs)[:, None]
     right = strength[:, None] * (values - decay * multiply_wide(keys, held))
     writes = multiply_small(inverse, right, SPLIT)
