@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ def find(folder: Path | None) -> tuple[dict[str, Callable[[int], list]], list[st
         return {}, ["other kernels: no folder of unpacked wheels given (--vendors)"]
     found: dict[str, Callable[[int], list]] = {}
     notes = []
-    for name, load in (("SGLang default", _sglang), ("fla-core recurrent, twice", _fla)):
+    loaders = {
+        "SGLang default": partial(_sglang, dependent_launch=True),  # its own choice on Hopper
+        "SGLang, plain launches": partial(_sglang, dependent_launch=False),
+        "fla-core recurrent, twice": _fla,
+    }
+    for name, load in loaders.items():
         try:
             found[name] = load(folder)
         except (ImportError, OSError, AttributeError) as error:
@@ -33,10 +39,10 @@ def find(folder: Path | None) -> tuple[dict[str, Callable[[int], list]], list[st
     return found, notes
 
 
-def _sglang(folder: Path) -> Callable[[int], list]:
+def _sglang(folder: Path, dependent_launch: bool) -> Callable[[int], list]:
     """Two of its modules, with stand-ins for the helpers they import (the package itself needs a whole server)."""
     answers: dict[str, dict[str, Any]] = {
-        "sglang.kernels.jit.utils": {"is_arch_support_pdl": lambda: False},
+        "sglang.kernels.jit.utils": {"is_arch_support_pdl": lambda: dependent_launch},
         "sglang.srt.utils": {
             "get_device_sm": lambda: 90, "is_cuda": lambda: True, "is_gfx95_supported": lambda: False,
             "is_hip": lambda: False, "is_sm90_supported": lambda: True,
