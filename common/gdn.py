@@ -173,15 +173,14 @@ def _states_after(states: Array, factors: GdnFactors, m: Array) -> Array:
     last = xp.broadcast_to(xp.where(index > 0, index - 1, xp.zeros_like(index)), (*g.shape[:2], 1, g.shape[3]))
     total = take_along(g, last, axis=2)  # [L, B, 1, Hv]
     exponent = xp.where(kept, total - g, xp.zeros_like(g))
-    weight = xp.where(kept, xp.exp(exponent), xp.zeros_like(g))
+    weight = xp.exp(exponent)
     z = xp.where(xp.expand_dims(kept, axis=-1), factors.z, xp.zeros_like(factors.z)) * xp.expand_dims(weight, axis=-1)
     k = astype(factors.k, states.dtype)
     k = xp.where(xp.expand_dims(kept, axis=-1), k, xp.zeros_like(k))
     k = _repeat_heads(k, value_heads, axis=3)
     update = xp.matmul(xp.permute_dims(z, (0, 1, 3, 4, 2)), xp.permute_dims(k, (0, 1, 3, 2, 4)))  # [L, B, Hv, Dv, Dk]
     carry = xp.reshape(xp.exp(total), (*states.shape[:3], 1, 1))
-    moved = xp.reshape(m > 0, (1, -1, 1, 1, 1))
-    return xp.where(moved, carry * states + update, states)
+    return carry * states + update  # m = 0: times 1, plus 0
 
 
 @operation

@@ -96,7 +96,7 @@ def correct_length(picks: Array, length: Array, survival: Array, limit: Array, t
     _check_correction(picks, survival, tables)
     longest, covered = survival.shape[1] + 1, picks.shape[1]
     limit = astype(limit, xp.int32)
-    may = (length < longest) & (length < limit) & (length < covered)
+    may = (length < longest) & (length < covered)  # a length at the limit is cut back below
     at = xp.where(may, length, xp.ones_like(length))  # a length whose lookups below all exist
     added = new_experts(picks, at)
     wide = xp.expand_dims(at, axis=-1)
