@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 
 from benchmarks.provenance import provenance
 
@@ -68,8 +69,6 @@ def show(row: dict[str, Any]) -> None:
     line = f"{name:<42}{row['us']:8.1f} ({row['low']:.1f}-{row['high']:.1f})".ljust(68)
     line += f"bytes {traffic:6.1f}  launches {empty:5.1f}  x{row['us'] / (traffic + empty):5.2f}"
     line += f"  x{row['us'] / traffic:5.2f} of bytes" if row["op"] == "gdn" else ""
-    core = row.get("core_us")
-    line += f"  core {core:.1f}" if isinstance(core, float) else f"  core: {core}" if core else ""
     line += f"  target {row['target']:.0f}" if "target" in row else ""
     print(line, flush=True)
 
@@ -81,7 +80,7 @@ def guarded(name: str, rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         for row in rows:
             show(row) if row["op"] != "sweep" else None
             found.append(row)
-    except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError) as error:
+    except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, TritonError) as error:
         traceback.print_exc()
         found.append({"op": name, "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"})
         show(found[-1])
