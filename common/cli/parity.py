@@ -39,11 +39,11 @@ def parity(
     for reason in skip_reasons(results):
         console.print(escape(reason), style="dim")
     for result in results:
-        if not result.passed:
+        if result.missed:
             console.print(f"missed: {escape(_line(result))}", style="red")
     if json:
         sys.stdout.write(json_format.dumps({"results": [result.as_dict() for result in results]}) + "\n")
-    if any(not result.passed for result in results):
+    if any(result.missed for result in results):
         raise typer.Exit(MISSED)
 
 
@@ -79,12 +79,12 @@ def summary(results: Iterable[Result]) -> Table:
     table = Table(
         title="Parity against float64 (relative Frobenius error)", title_justify="left", box=None, padding=(0, 2, 0, 0)
     )
-    for heading in ("operation", "backend", "device", "dtype", "worst", "bound", "checks", "result"):
+    for heading in ("operation", "backend (device)", "dtype", "worst", "bound", "checks", "result"):
         justify = "right" if heading in ("worst", "bound", "checks") else "left"
-        table.add_column(heading, justify=justify, no_wrap=heading != "device")  # type: ignore[arg-type]
-    groups: dict[tuple[str, str, str, str], list[Result]] = {}
+        table.add_column(heading, justify=justify, no_wrap=not heading.startswith("backend"))  # type: ignore[arg-type]
+    groups: dict[tuple[str, str, str], list[Result]] = {}
     for result in results:
-        groups.setdefault((result.op, result.backend, result.device, result.dtype), []).append(result)
+        groups.setdefault((result.op, f"{result.backend} ({result.device})", result.dtype), []).append(result)
     for key, rows in sorted(groups.items()):
         table.add_row(*(escape(part) for part in key), *_verdict(rows))
     return table
@@ -94,8 +94,8 @@ def _verdict(rows: list[Result]) -> tuple[str, str, str, str]:
     ran = [row for row in rows if row.skipped_reason is None]
     if not ran:
         return "", "", f"0/{len(rows)}", "[yellow]skipped[/]"
-    worst = max(ran, key=lambda row: (not row.passed, row.error / row.bound if row.bound else row.error))  # type: ignore[operator]
-    passed = sum(row.passed for row in ran)
+    worst = max(ran, key=lambda row: (row.missed, row.error / row.bound if row.bound else row.error))  # type: ignore[operator]
+    passed = sum(not row.missed for row in ran)
     word = "[green]ok[/]" if passed == len(ran) else "[red]missed[/]"
     note = f", {len(rows) - len(ran)} skipped" if len(ran) < len(rows) else ""
     return f"{worst.error:.1e}", f"{worst.bound:.1e}", f"{passed}/{len(rows)}", word + note

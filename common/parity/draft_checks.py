@@ -241,7 +241,7 @@ def _transition_check(shape: Shape, family: str) -> Check:
         build=lambda: _transition_inputs(shape, family),
         run=lambda call, args: {"scores": call("transition_scores", *args)},
         expect=_expect_transition,
-        kinds={"scores": "out"},
+        kinds={"scores": "scores"},
     )
 
 

@@ -41,7 +41,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table: `error` and `bound` are those of the output that came closest to (or passed) its bound."""
+    """One row of the table: `error` and `bound` are those of the output that came closest to (or passed) its bound.
+
+    A skipped check has its reason, and None for error, bound and passed.
+    """
 
     op: str
     backend: str
@@ -51,8 +54,13 @@ class Result:
     family: str
     error: float | None
     bound: float | None
-    passed: bool
+    passed: bool | None
     skipped_reason: str | None = None
+
+    @property
+    def missed(self) -> bool:
+        """It ran, and an output is above its bound."""
+        return self.passed is False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON: an infinite error (NaN, a wrong shape) is written as a string."""
@@ -128,7 +136,7 @@ def _call(backend: ParityBackend, op: str, values: tuple[Any, ...]) -> Any:
 
 
 def _skipped(check: Check, dtype: str, backend: ParityBackend, reason: str) -> Result:
-    return Result(check.op, backend.name, backend.device, dtype, check.shape, check.family, None, None, True, reason)
+    return Result(check.op, backend.name, backend.device, dtype, check.shape, check.family, None, None, None, reason)
 
 
 def _judge(check: Check, dtype: str, backend: ParityBackend, got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Result:
