@@ -24,7 +24,7 @@ demo: $(VENV)/.demo
 	$(BIN)/dspine generate --prompt "$(PROMPT)" --max-tokens $(MAX_TOKENS) --compare
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -36,7 +36,7 @@ format: $(VENV)/.test
 
 # On the GPU machine: its own Python with torch, Triton and pytest; the project is found through the source tree.
 test-gpu:
-	$(GPU_PYTHON) -m pytest -m gpu
+	$(GPU_PYTHON) -m pytest -m gpu -W default  # its versions are not ours: their warnings are shown, not errors
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -217,6 +217,6 @@ def test_static_policy_on_mlx(pair, tmp_path):
     target, text = pair
     drafter = load_drafter(drafter_folder(tmp_path / "d", "dspine", 8, target.head_weight()), target)
     params = DecodingParams(max_tokens=40, break_even=0.0)
-    events = list(decode(target, Prompted(drafter, text, 7), PROMPT, params, StaticPolicy(4)))
+    events = list(decode(target, Prompted(drafter, PROMPT, text, 7), PROMPT, params, StaticPolicy(4)))
     assert [event.token for event in events] == text[:40]
     assert max(events[-1].stats.verified_lengths) == 4

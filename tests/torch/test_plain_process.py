@@ -7,7 +7,10 @@ import sys
 
 
 def test_kernels_register_in_a_fresh_process():
-    code = "from dspine_cuda.ops import register; from dspine.common.registry import kernel_report; register(); print(len(kernel_report()))"
+    code = (
+        "from dspine_cuda.ops import register; from dspine.common.registry import kernel_report; "
+        "register(); print(len(kernel_report()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 4
