@@ -144,6 +144,15 @@ def _draw(weights: Array, threshold: Array) -> tuple[Array, Array]:
     return index, before
 
 
+def sample_candidates(values: Array, candidates: Array, u: Array, temperature: float) -> tuple[Array, Array]:
+    """Draw each row on its own among its candidates: values (logits) and candidates int [..., K], u [...] in [0, 1) ->
+    (tokens [...], q = softmax(values / temperature) [..., K], the distribution drawn from)."""
+    xp = array_namespace(values)
+    q = softmax(values / temperature)
+    picks = xp.expand_dims(sample_index(q, u), axis=-1)
+    return xp.squeeze(take_along(candidates, picks), axis=-1), q
+
+
 @operation
 def penalise(logits: Array, block: Array, counts: Array, output_counts: Array, params: SamplingParams) -> Array:
     """Repetition, presence and frequency penalties over a block, as if its tokens came one by one.

@@ -21,11 +21,12 @@ from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights, inject
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.rope import rope_tables
+from dspine.common.sampling import sample_candidates
+from dspine.common.signals import draft_signals
 from dspine.common.transfer_space import known_token
 from dspine.common.transition import path_walk, path_walk_sampled, refine, transition_scores
 from dspine_cuda.draft_cache import DraftCache
 from dspine_cuda.draft_inference import LeanDraft, signed_tables
-from dspine_cuda.draft_ops import draft_signals, sample_independent
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 INDEPENDENT_CANDIDATES = 16  # DFlash at temperature > 0 draws each position within its own top 16
@@ -245,7 +246,8 @@ class TorchDrafter:
         states, code = self._run(cache, anchor)
         logits = self.target.head(states.hidden[:, 0, 1:])
         finite = torch.isfinite(logits.sum(dim=(1, 2)))  # one pass: a sum of finite logits cannot overflow float32
-        confidence, entropy = draft_signals(logits) if request.signals else (None, None)
+        signals = draft_signals(logits, 1) if request.signals else None
+        confidence, entropy = (None, None) if signals is None else (signals.confidence, signals.entropy)
         if self.model.injection is None:
             return self._independent(logits, finite, confidence, entropy, request)
         candidates = torch.topk(logits, self.config.dspine.top_k, dim=-1).indices  # type: ignore[union-attr]
@@ -302,7 +304,8 @@ class TorchDrafter:
         if request.temperature == 0.0:
             return Proposal(logits.argmax(dim=-1), finite, None, None, confidence, entropy)
         count = min(INDEPENDENT_CANDIDATES, logits.shape[-1])
-        tokens, candidates, q = sample_independent(logits, request.uniforms, request.temperature, count)
+        values, candidates = torch.topk(logits, count, dim=-1)
+        tokens, q = sample_candidates(values, candidates, request.uniforms, request.temperature)
         return Proposal(tokens, finite, candidates, q, confidence, entropy)
 
 

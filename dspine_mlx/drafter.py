@@ -21,11 +21,12 @@ from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights, inject
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.rope import rope_tables
+from dspine.common.sampling import sample_candidates
+from dspine.common.signals import draft_signals
 from dspine.common.transfer_space import known_token
 from dspine.common.transition import path_walk, path_walk_sampled, refine, transition_scores
 from dspine_mlx import ops
 from dspine_mlx.draft_cache import DraftCache
-from dspine_mlx.draft_ops import draft_signals, sample_independent
 
 Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
 Mask = mx.array | str | None
@@ -233,13 +234,15 @@ class MlxDrafter:
         states, code = self.run_block(cache, anchor)
         logits = self.target.head(states.hidden[:, 1:])
         finite = mx.all(mx.isfinite(logits), axis=(1, 2))
-        confidence, entropy = draft_signals(logits) if request.signals else (None, None)
+        signals = draft_signals(logits, 1) if request.signals else None
+        confidence, entropy = (None, None) if signals is None else (signals.confidence, signals.entropy)
         sampled = request.temperature > 0.0
         if self.model.injection is None and not sampled:
             return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32), finite, None, None, confidence, entropy)
         if self.model.injection is None:
             count = min(INDEPENDENT_CANDIDATES, logits.shape[-1])
-            tokens, candidates, q = sample_independent(logits, request.uniforms, request.temperature, count)
+            values, candidates = top_k(logits, count)
+            tokens, q = sample_candidates(values, candidates, request.uniforms, request.temperature)
             return Proposal(tokens, finite, candidates, q, confidence, entropy)
         _, candidates = top_k(logits, self.config.dspine.top_k)  # type: ignore[union-attr]
         scores = self.transition(states.pre_injection[:, 1:], code, candidates)

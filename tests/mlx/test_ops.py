@@ -12,12 +12,12 @@ from dspine.common import arrays, registry
 from dspine.common.acceptance import accept_greedy, accept_point_mass, accept_rejection
 from dspine.common.arrays import top_k
 from dspine.common.injection import InjectionWeights, inject
-from dspine.common.sampling import SamplingParams, penalise, sample_index, token_probabilities, uniforms
+from dspine.common.sampling import SamplingParams, penalise, sample_candidates, sample_index, token_probabilities, uniforms
+from dspine.common.signals import draft_signals
 from dspine.common.transfer_space import known_token, transfer_basis, transfer_codes
 from dspine.common.transition import path_walk, path_walk_sampled, refine, rms_norm, transition_scores
 from dspine_mlx import ops
 from dspine_mlx.arrays import MlxArrays, device_name
-from dspine_mlx.draft_ops import draft_signals, sample_independent
 
 M, K, H, R, A, V = 5, 4, 24, 8, 6, 700
 
@@ -233,12 +233,22 @@ def test_top_k_is_registered_where_it_pays(monkeypatch):
 
 def test_draft_signals_and_independent_draws(run):
     logits = np.random.default_rng(11).normal(size=(1, M, V)).astype(np.float32) * 4
-    confidence, entropy = run(draft_signals, device(logits))
+
+    def signals(x):
+        found = draft_signals(x, 1)
+        return found.confidence, found.entropy
+
+    confidence, entropy = run(signals, device(logits))
     p = token_probabilities(logits.astype(np.float64), SamplingParams(1.0))
     close(confidence, p.max(-1))
     close(entropy, -(p * np.log(p)).sum(-1))
     u = np.random.default_rng(12).random((1, M)).astype(np.float32)
-    tokens, candidates, q = run(lambda x, v: sample_independent(x, v, 0.5, 16), device(logits), device(u))
+
+    def draws(x, v):
+        values, ids = top_k(x, 16)
+        return sample_candidates(values, ids, v, 0.5)[0], ids, sample_candidates(values, ids, v, 0.5)[1]
+
+    tokens, candidates, q = run(draws, device(logits), device(u))
     tokens, candidates, q = map(host, (tokens, candidates, q))
     np.testing.assert_array_equal(candidates, top_k(logits, 16)[1])
     want = np.take_along_axis(p**2, candidates, axis=-1)
