@@ -74,6 +74,7 @@ class Verification:
     logits: Array
     features: Array | None
     factors: Any = None  # what `commit` needs to rebuild the accepted state (compact factors); None on dense targets
+    router_picks: Array | None = None  # int [B, w, MoE layers, k], only while the target's `record_routing` is true
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Target(Protocol):
 
     info: TargetInfo
     arrays: ArrayOps
+    record_routing: bool  # calibration sets it: `finish` then also returns the router picks of every MoE layer
 
     def bind_features(self, layer_ids: Sequence[int]) -> None:
         """Capture the OUTPUT of these 0-based decoder layers (raw residual stream), concatenated in this order."""

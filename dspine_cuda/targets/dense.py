@@ -137,6 +137,8 @@ class DenseLayer:
 class DenseTarget:
     """`protocols.Target` on a lean decoder."""
 
+    record_routing = False  # no routers here
+
     def __init__(self, folder: Path, config: DecoderConfig, info: TargetInfo) -> None:
         self.config, self.info = config, info
         self.dtype, self.device = getattr(torch, info.dtype), torch.device(info.device)

@@ -120,6 +120,8 @@ def find_layers(model: nn.Module, count: int, folder: Path) -> nn.ModuleList:
 class GenericTarget:
     """`protocols.Target` over a model of `transformers`. Features come from forward hooks on this instance's own layers."""
 
+    record_routing = False  # routers are not read through `transformers`
+
     def __init__(self, folder: Path, model: Any, info: TargetInfo) -> None:
         self.model, self.info = model, info
         self.device = torch.device(info.device)

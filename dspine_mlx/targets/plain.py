@@ -27,6 +27,7 @@ class PlainTarget:
     """`model.model.embed_tokens / layers / norm`, head tied or `lm_head`. Subclasses add a family's scales."""
 
     reason = "plain decoder"
+    record_routing = False  # no routers here
 
     def __init__(self, model: nn.Module, info: TargetInfo) -> None:
         self.info = info

@@ -33,6 +33,8 @@ def markov_logits(vocab: int, seed: int, scale: float = 2.0) -> Callable[[list[i
 class ToyTarget:
     """`logits_of(context tokens)` is the whole model; the cache is the list of committed tokens."""
 
+    record_routing = False
+
     def __init__(self, logits_of: Callable[[list[int]], np.ndarray], vocab: int, context: int = 4096) -> None:
         self.logits_of = logits_of
         self.info = TargetInfo("toy", "toy", 1, 1, vocab, context, frozenset(), "float64", "cpu", "toy")
