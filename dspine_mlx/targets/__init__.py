@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dspine_mlx.targets.families import GemmaTarget, GraniteTarget
+from dspine_mlx.targets.hybrid import HybridTarget
 from dspine_mlx.targets.load import load_target, wrap_model
 from dspine_mlx.targets.plain import PlainTarget
 
-__all__ = ["GemmaTarget", "GraniteTarget", "PlainTarget", "load_target", "wrap_model"]
+__all__ = ["GemmaTarget", "GraniteTarget", "HybridTarget", "PlainTarget", "load_target", "wrap_model"]

@@ -1,9 +1,10 @@
-"""Families that differ from a plain decoder by a scale on the embedding or on the logits."""
+"""Which adapter drives which family; and the families that differ from a plain decoder by a scale."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
+from dspine_mlx.targets.hybrid import HybridTarget
 from dspine_mlx.targets.plain import PlainTarget
 
 
@@ -31,4 +32,9 @@ class GraniteTarget(PlainTarget):
         return logits / self.model.args.logits_scaling
 
 
-FAMILIES: dict[str, type[PlainTarget]] = {"gemma": GemmaTarget, "granite": GraniteTarget}
+HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe")
+FAMILIES: dict[str, type[PlainTarget]] = {
+    "gemma": GemmaTarget,
+    "granite": GraniteTarget,
+    **dict.fromkeys(HYBRIDS, HybridTarget),
+}

@@ -19,7 +19,7 @@ from dspine.common.tokenizer import eos_ids_of_folder
 from dspine_mlx import ops
 from dspine_mlx.arrays import device_name
 from dspine_mlx.targets.families import FAMILIES
-from dspine_mlx.targets.plain import PlainTarget, find_decoder
+from dspine_mlx.targets.plain import PlainTarget, find_decoder, find_head
 
 logger = logging.getLogger("dspine")
 _DTYPES = ("auto", "bfloat16", "float32")
@@ -32,11 +32,11 @@ def load_target(folder: Path, *, dtype: str = "auto") -> PlainTarget:
         hint = "; float16 is never used: residuals of real models overflow it" if dtype == "float16" else ""
         raise DSpineError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}{hint}")
     folder = Path(folder)
-    read_config(folder)
+    card = read_config(folder)
     try:
-        model, config = load_model(folder, lazy=True)
+        model, config = load_model(folder, lazy=True, model_config=_renamed(card))
         chosen, note = choose_dtype(dtype, _stored_dtype(model), quantized=_quantization(config) is not None)
-        model.set_dtype(chosen)
+        cast(model, chosen)
         mx.eval(model.parameters())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         text = " ".join(str(error).split())
@@ -61,17 +61,18 @@ def wrap_model(
         raise CheckpointError(f"{name}: config.json has no {', '.join(missing)}; expected a decoder's config")
     family = FAMILIES.get(facts["model_type"], PlainTarget)
     module = type(model).__module__.rpartition(".")[2]
+    notes = [note, "vision tower left out: text only" if "vision_config" in config else ""]
     info = TargetInfo(
         name=name,
         model_type=facts["model_type"],
         num_layers=len(decoder.layers),
         hidden_size=int(facts["hidden_size"]),
-        vocab_size=_head_rows(model, decoder),
+        vocab_size=int(find_head(model, decoder).weight.shape[0]),
         context_length=int(facts["max_position_embeddings"]),
         eos_token_ids=frozenset(eos_token_ids),
         dtype=dtype,
         device=device_name(),
-        adapter=f"{family.__name__} ({family.reason}) over mlx_lm.models.{module}" + (f"; {note}" if note else ""),
+        adapter="; ".join([f"{family.__name__} ({family.describe(model)}) over mlx_lm.models.{module}", *filter(None, notes)]),
         quantization=_quantization(config),
     )
     target = family(model, info)
@@ -94,6 +95,24 @@ def choose_dtype(asked: str, stored: mx.Dtype, *, quantized: bool = False) -> tu
     return stored, ""
 
 
+def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Every floating parameter to `dtype`, except those that mlx-lm keeps wide (`cast_predicate`: the decay of linear
+    attention): they run in float32."""
+    narrow = getattr(model, "cast_predicate", None) or (lambda path: True)
+    parts = [
+        (path, value.astype(dtype if narrow(path) else mx.float32))
+        for path, value in tree_flatten(model.parameters())
+        if mx.issubdtype(value.dtype, mx.floating)
+    ]
+    model.load_weights(parts, strict=False)
+
+
+def _renamed(card: dict[str, Any]) -> dict[str, str]:
+    """mlx-lm has one module for a family with and without its vision tower, under the former's name."""
+    kind = str(card.get("model_type"))
+    return {"model_type": kind.removesuffix("_text")} if kind in ("qwen3_5_text", "qwen3_5_moe_text") else {}
+
+
 def _short(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
@@ -105,11 +124,6 @@ def _stored_dtype(model: nn.Module) -> mx.Dtype:
         if dtype in found:
             return dtype
     raise DSpineError("the model has no floating-point parameters; expected float16, bfloat16 or float32")
-
-
-def _head_rows(model: nn.Module, decoder: nn.Module) -> int:
-    head = model.get("lm_head")
-    return int((head if head is not None else decoder.embed_tokens).weight.shape[0])
 
 
 def _quantization(config: dict[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ own call gives is checked once at load (`check`), which also computes every lazi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from dspine_mlx.arrays import MlxArrays
 from dspine_mlx.caches import TargetCache
 
 _PROBE = 5  # tokens of the check at load
+_TOLERANCE = 1e-2
 
 
 class PlainTarget:
@@ -34,7 +35,13 @@ class PlainTarget:
         self.arrays = MlxArrays()
         self.model = model
         self.decoder = find_decoder(model, info.name)
+        self.head_module = find_head(model, self.decoder)
         self.layer_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def describe(cls, model: nn.Module) -> str:
+        """What of the model this adapter takes account of: the part of `TargetInfo.adapter` in brackets."""
+        return cls.reason
 
     # -- a family's scales ---------------------------------------------------------------------------------------
 
@@ -63,13 +70,13 @@ class PlainTarget:
 
     def head(self, hidden: mx.array) -> mx.array:
         """Final-normed [..., H] -> logits float32 [..., V]."""
-        lm_head = self._head_module()
+        lm_head = self.head_module
         raw = lm_head.as_linear(hidden) if isinstance(lm_head, nn.Embedding | nn.QuantizedEmbedding) else lm_head(hidden)
         return self.scale_logits(raw).astype(mx.float32)
 
     def head_rows(self, ids: mx.array) -> mx.array:
         """LM-head rows of `ids` int [...] -> [..., H], dequantised; rows only, so a large head is never widened."""
-        lm_head = self._head_module()
+        lm_head = self.head_module
         flat = mx.reshape(ids, (-1,))
         parts = [mx.take(lm_head[name], flat, axis=0) for name in ("weight", "scales", "biases") if name in lm_head]
         rows = _dequantize(lm_head, parts) if len(parts) > 1 else parts[0]
@@ -118,10 +125,6 @@ class PlainTarget:
 
     # -- internals -----------------------------------------------------------------------------------------------
 
-    def _head_module(self) -> Any:
-        lm_head = self.model.get("lm_head") if isinstance(self.model, nn.Module) else None
-        return lm_head if lm_head is not None else self.decoder.embed_tokens
-
     def _forward(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array | None]:
         """int [B, T] -> (final-normed [B, T, H], features [B, T, F] or None)."""
         hidden = self.embed(tokens)
@@ -143,15 +146,20 @@ class PlainTarget:
                 f"{name}: {kind} keeps {', '.join(foreign)} (recurrent, rotating or sliding-window layers), which the MLX "
                 "runtime cannot roll back; expected plain K/V caches; choose another target, or use --backend torch"
             )
+        self._check_logits(lambda tokens: self.head(self._forward(tokens, make_prompt_cache(self.model))[0]), _TOLERANCE)
+
+    def _check_logits(self, drive: Callable[[mx.array], mx.array], tolerance: float) -> None:
+        """Raise where `drive` (tokens int [1, T] -> logits [1, T, V]) is further from the model's own call than
+        `tolerance`, relative, in the Frobenius norm."""
         tokens = mx.arange(1, 1 + min(_PROBE, self.info.vocab_size - 1))[None]
         wanted = self.model(tokens, cache=make_prompt_cache(self.model)).astype(mx.float32)
-        hidden, _ = self._forward(tokens, make_prompt_cache(self.model))
-        got = self.head(hidden)
-        difference, size = self.arrays.to_host(mx.max(mx.abs(wanted - got)), mx.max(mx.abs(wanted)))
-        if not difference <= 1e-2 * max(1.0, float(size)):
+        norms = mx.linalg.norm(wanted - drive(tokens)), mx.linalg.norm(wanted)
+        difference, size = (float(norm) for norm in self.arrays.to_host(*norms))
+        if not difference <= tolerance * max(1.0, size):
             raise DSpineError(
-                f"{name}: driven layer by layer, {kind} gives other logits than its own call (difference "
-                f"{float(difference):.3g}, expected rounding); it needs an adapter of its own, or use --backend torch"
+                f"{self.info.name}: driven layer by layer, {self.info.model_type} gives other logits than its own call "
+                f"(relative difference {difference / max(1.0, size):.3g}, expected rounding); it needs an adapter of its own, "
+                "or use --backend torch"
             )
 
 
@@ -165,6 +173,14 @@ def find_decoder(model: nn.Module, name: str) -> nn.Module:
         f"{name}: {type(model).__module__.rpartition('.')[2]} is no plain decoder: expected model.embed_tokens, model.layers "
         "and model.norm; it needs an adapter in dspine_mlx/targets, or use --backend torch"
     )
+
+
+def find_head(model: nn.Module, decoder: nn.Module) -> nn.Module:
+    """The LM head of the model, or of a wrapped language model; the embedding where it is tied."""
+    for holder in (model, model.get("language_model")):
+        if holder is not None and holder.get("lm_head") is not None:
+            return holder["lm_head"]
+    return decoder.embed_tokens
 
 
 def _dequantize(module: Any, parts: list[mx.array]) -> mx.array:
