@@ -7,6 +7,7 @@ alone. Float32 inputs run float32 multiply-adds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,16 +36,33 @@ def multiply(a, b):
 
 
 @triton.jit
-def multiply_wide(a, b):
-    """a @ b with b float32: exact terms of b where a is bfloat16, else float32 multiply-adds."""
-    if a.dtype == tl.bfloat16:
-        high = b.to(tl.bfloat16)
-        rest = b - high.to(tl.float32)
+def thirds(x, SPLIT: tl.constexpr):
+    """float32 x as a sum of three bfloat16 terms, largest first, where SPLIT; else (x, x, x)."""
+    if SPLIT:
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return high, middle, low
+    else:
+        return x, x, x
+
+
+@triton.jit
+def multiply_thirds(a, high, middle, low, SPLIT: tl.constexpr):
+    """a @ (high + middle + low): exact terms of a bfloat16 `a` where SPLIT, else a @ high in float32 multiply-adds."""
+    if SPLIT:
         return multiply(a, low) + multiply(a, middle) + multiply(a, high)
     else:
-        return tl.dot(a.to(tl.float32), b, input_precision="ieee")
+        return tl.dot(a.to(tl.float32), high, input_precision="ieee")
+
+
+@triton.jit
+def multiply_wide(a, b):
+    """a @ b with b float32: exact terms of b where a is bfloat16, else float32 multiply-adds."""
+    SPLIT: tl.constexpr = a.dtype == tl.bfloat16
+    high, middle, low = thirds(b, SPLIT)
+    return multiply_thirds(a, high, middle, low, SPLIT)
 
 
 @triton.jit
@@ -116,6 +134,16 @@ def programs_of(size: int, wanted: int) -> int:
     """Entries of a dimension that one program takes: `wanted`, or all of them where the interpreter runs, which pays for
     every operation of every program and hardly for its size."""
     return power_of_2(size, wanted) if INTERPRETED.value else wanted
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def overlaps(array: Tensor) -> bool:
+    """Whether a launch may start before the one in front has ended (programmatic dependent launch: Hopper and later)."""
+    return array.is_cuda and not INTERPRETED.value and _capability(array.device.index) >= (9, 0)
 
 
 def power_of_2(count: int, least: int = 1) -> int:

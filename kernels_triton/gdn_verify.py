@@ -1,10 +1,9 @@
 """Gated DeltaNet over w = 1..16 tokens at once (`algorithms` 3, equations 3 and 10), and the same on a state that first
 takes the last round's factors (deferred commit: one read and one write of the state, no launch of its own).
 
-One program holds BV rows of one head's state, transposed: S^T [Dk, BV]. Everything small (Gamma, H^-1, Gamma o Q K^T) is
-recomputed by every program while its slice of the state is on the way. H is inverted by blocked forward substitution in
-float32: row by row inside the diagonal blocks, then by [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']]. Blocks are always
-padded to 16 rows, so a token's numbers do not depend on w: w = 1 is plain decoding, bit for bit.
+One program holds BV rows of one head's state, transposed: S^T [Dk, BV]. Everything small (Gamma, H, Gamma o Q K^T) is
+recomputed by every program. H Z = right is solved by blocked forward substitution in float32 (`_substitute`). Blocks are
+always padded to 16 rows, so a token's numbers do not depend on w: w = 1 is plain decoding, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from dspine.kernels_triton._launch import (
     contiguous,
     multiply,
     multiply_small,
+    multiply_thirds,
     multiply_wide,
     narrow,
     power_of_2,
     programs_of,
+    thirds,
 )
 
 ROWS = 16
@@ -80,15 +81,8 @@ def fold(state, logs, writes, keys, m):
 
 
 @triton.jit
-def _merge(inverse, matrix, row, col, SIZE: tl.constexpr, SPLIT: tl.constexpr):
-    """From inverses of diagonal blocks of SIZE rows to those of twice the size."""
-    pair = (row // (2 * SIZE) == col // (2 * SIZE)) & (row // SIZE != col // SIZE)
-    return inverse - multiply_small(inverse, multiply_small(tl.where(pair, matrix, 0.0), inverse, SPLIT), SPLIT)
-
-
-@triton.jit
-def _unit_lower_inverse(matrix, row, col, W: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """(I + matrix)^-1 of a strictly lower matrix [16, 16] whose rows from W on are zero."""
+def _diagonal_inverse(matrix, row, col, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Inverses of the diagonal blocks of I + matrix, by substitution: strictly lower matrix [16, 16], zero from row W on."""
     inside = tl.where(row // BLOCK == col // BLOCK, matrix, 0.0)
     inverse = tl.where(row == col, 1.0, 0.0)
     for j in tl.static_range(min(BLOCK, W) - 1):
@@ -96,22 +90,38 @@ def _unit_lower_inverse(matrix, row, col, W: tl.constexpr, BLOCK: tl.constexpr, 
         column = tl.sum(tl.where(col % BLOCK == j, inside, 0.0), 1)
         solved = tl.sum(tl.where(row % BLOCK == j, inverse, 0.0), 0)
         inverse -= tl.where(row // BLOCK == col // BLOCK, column[:, None] * solved[None, :], 0.0)
-    if BLOCK < 8 and W > 4:
-        inverse = _merge(inverse, matrix, row, col, 4, SPLIT)
-    if BLOCK < 16 and W > 8:
-        inverse = _merge(inverse, matrix, row, col, 8, SPLIT)
     return inverse
 
 
 @triton.jit
-def _small_system(keys, queries, logs, strength, rows, W: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """H^-1 and (Gamma o Q K^T) H^-1, both [16, 16]."""
+def _below(matrix, row, col, SIZE: tl.constexpr):
+    """The blocks left of the diagonal in every pair of diagonal blocks of SIZE rows, else 0."""
+    return tl.where((row // (2 * SIZE) == col // (2 * SIZE)) & (row // SIZE > col // SIZE), matrix, 0.0)
+
+
+@triton.jit
+def _substitute(matrix, right, rows, W: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    """Solve (I + matrix) x = right by blocks: matrix [16, 16] strictly lower, right [16, BV], both zero from row W on.
+
+    With D the inverse of the diagonal blocks and C what lies below them in a pair of blocks, the pair's solution is
+    (I - E) D r, E = D C: E^2 = 0. The same again with pairs of pairs. So the right side never waits for an inverse of the
+    whole: one product for D, one for each doubling.
+    """
     row, col = rows[:, None], rows[None, :]
-    lower = row >= col
-    between = tl.where(lower, tl.exp(tl.where(lower, logs[:, None] - logs[None, :], 0.0)), 0.0)
-    matrix = tl.where(row > col, strength[:, None] * between * multiply(keys, tl.trans(keys)), 0.0)
-    inverse = _unit_lower_inverse(matrix, row, col, W, BLOCK, SPLIT)
-    return inverse, multiply_small(between * multiply(queries, tl.trans(keys)), inverse, SPLIT)
+    diagonal = _diagonal_inverse(matrix, row, col, W, BLOCK)
+    solved = multiply_small(diagonal, right, SPLIT)
+    if BLOCK == 4 and W > 4:
+        pairs = multiply_small(diagonal, _below(matrix, row, col, 4), SPLIT)
+        if W > 8:
+            halves = multiply_small(diagonal, _below(matrix, row, col, 8), SPLIT)
+            halves -= multiply_small(pairs, halves, SPLIT)
+        solved -= multiply_small(pairs, solved, SPLIT)
+        if W > 8:
+            solved -= multiply_small(halves, solved, SPLIT)
+    elif BLOCK == 8 and W > 8:
+        halves = multiply_small(diagonal, _below(matrix, row, col, 8), SPLIT)
+        solved -= multiply_small(halves, solved, SPLIT)
+    return solved
 
 
 @triton.jit
@@ -121,6 +131,8 @@ def _gdn_verify_kernel(
     W: tl.constexpr, PAST: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     pair = tl.program_id(1)  # batch x value head
     batch, head = pair // HV, pair % HV
     key_head = head // (HV // HK)
@@ -133,9 +145,14 @@ def _gdn_verify_kernel(
         held = tl.load(place)
     else:
         held = tl.load(place, mask=inside, other=0.0)
-    if OVERLAP:  # the state came from an earlier launch; everything below may come from the one before this
+    if PAST > 0:  # the last round's: they came from earlier launches, like the state
+        m = tl.minimum(tl.load(past_m + batch).to(tl.int32), PAST)
+        past = load_factors(past_z, past_k, past_g, batch * PAST, head, key_head, dv, dk, HK, HV, DK, DV, PAST)
+        held = fold(held, past[0], past[1], past[2], m)
+        tl.store(place, held, mask=inside & (m > 0))
+    high, middle, low = thirds(held, SPLIT)
+    if OVERLAP:  # everything below may come from the kernel before this
         gdc_wait()
-        gdc_launch_dependents()
     count = W
     if HAS_LENGTHS:
         count = tl.minimum(tl.load(lengths + batch).to(tl.int32), W)
@@ -150,24 +167,23 @@ def _gdn_verify_kernel(
     strength = tl.load(beta + token * HV + head, mask=live, other=0.0)
     of_value = (token[:, None] * HV + head) * DV + dv[None, :]
     values = tl.load(v + of_value, mask=live[:, None] & (dv < DV)[None, :], other=0.0)
-    if PAST > 0:
-        m = tl.minimum(tl.load(past_m + batch).to(tl.int32), PAST)
-        past = load_factors(past_z, past_k, past_g, batch * PAST, head, key_head, dv, dk, HK, HV, DK, DV, PAST)
     keys, queries = arrive(keys), arrive(queries)
     logs = tl.cumsum(logs, 0)
-    values = values.to(tl.float32)
 
-    inverse, reads = _small_system(keys, queries, logs, strength, rows, W, BLOCK, SPLIT)
-    held = arrive(held)
-    if PAST > 0:
-        held = fold(held, past[0], past[1], past[2], m)
-        tl.store(place, held, mask=inside & (m > 0))
-    if HAS_LENGTHS:
-        held = tl.where(count > 0, held, 0.0)  # an unused slot may hold anything
+    row, col = rows[:, None], rows[None, :]
+    lower = row >= col
+    between = tl.where(lower, tl.exp(tl.where(lower, logs[:, None] - logs[None, :], 0.0)), 0.0)
+    matrix = tl.where(row > col, strength[:, None] * between * multiply(keys, tl.trans(keys)), 0.0)
+    reads = between * multiply(queries, tl.trans(keys))
+    from_keys = multiply_thirds(keys, high, middle, low, SPLIT)
+    from_queries = multiply_thirds(queries, high, middle, low, SPLIT)
+    if HAS_LENGTHS:  # an unused slot may hold anything
+        from_keys = tl.where(count > 0, from_keys, 0.0)
+        from_queries = tl.where(count > 0, from_queries, 0.0)
     decay = tl.exp(logs)[:, None]
-    right = strength[:, None] * (values - decay * multiply_wide(keys, held))
-    writes = multiply_small(inverse, right, SPLIT)
-    result = decay * multiply_wide(queries, held) + multiply_small(reads, right, SPLIT)
+    right = strength[:, None] * (values.to(tl.float32) - decay * from_keys)
+    writes = _substitute(matrix, right, rows, W, BLOCK, SPLIT)
+    result = decay * from_queries + multiply_small(reads, writes, SPLIT)
     kept = (rows < W)[:, None] & (dv < DV)[None, :]  # padded rows are written too: as zeros
     tl.store(z + of_value, writes, mask=kept)
     tl.store(out + of_value, narrow(result, out.dtype.element_ty), mask=kept)

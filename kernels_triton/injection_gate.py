@@ -14,7 +14,7 @@ from dspine.common.injection import InjectionWeights
 from dspine.kernels_triton import _launch
 from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, expect_shape, multiply, narrow, sigmoid
 
-ROWS, COLUMNS, STEP = 16, 16, 128
+ROWS, COLUMNS, STEP, WARPS = 16, 16, 128, 4
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def launch(receiver: Tensor, predecessor: Tensor, weights: InjectionWeights, out
     size = weights.message.shape[0]
     _injection_gate_kernel[(triton.cdiv(size, COLUMNS), triton.cdiv(rows, ROWS))](
         receiver, predecessor, weights.receiver_gate, weights.predecessor_gate, weights.message, weights.bias, out,
-        rows, size, rank, REPEAT=repeat, BN=ROWS, BA=COLUMNS, RANK_PAD=triton.cdiv(rank, STEP) * STEP, BR=STEP, num_warps=4,
+        rows, size, rank, REPEAT=repeat, BN=ROWS, BA=COLUMNS, RANK_PAD=triton.cdiv(rank, STEP) * STEP, BR=STEP, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Residual write-back of the injection and the next layer's RMSNorm (`algorithms` 1).
 
 Two launches: the product W (g * m) in float32, spread over the hidden size; then one program a row for everything that
-needs the whole row (RMS of u, the sum, the norm of the sum).
+needs the whole row (RMS of u, the sum, the norm of the sum). Where the device can, the second fetches u and the norm's
+weight while the first still works.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, expect_shape, multiply, narrow, power_of_2
+from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, expect_shape, multiply, narrow, overlaps, power_of_2
 
 ROWS, COLUMNS, STEP = 16, 32, 128
 
@@ -23,9 +25,11 @@ ROWS, COLUMNS, STEP = 16, 32, 128
 @triton.jit
 def _product_kernel(
     x, weight, out, rows, columns, size,
-    BN: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr,
+    BN: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[n, h] = sum_a x[n, a] weight[h, a], float32."""
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.program_id(0) * BH + tl.arange(0, BH)
     total = tl.zeros([BN, BH], dtype=tl.float32)
@@ -42,29 +46,34 @@ def _product_kernel(
 
 @triton.jit
 def _write_kernel(
-    hidden, message, weight, out, normed, columns, eps, BH: tl.constexpr, HAS_NORM: tl.constexpr
+    hidden, message, weight, out, normed, columns, eps, BH: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * columns
     lane = tl.arange(0, BH)
     inside = lane < columns
     u = tl.load(hidden + first + lane, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(message + first + lane, mask=inside, other=0.0)
+    if HAS_NORM:
+        w = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
     rms = tl.sqrt(tl.sum(u * u, 0) / columns)
+    if OVERLAP:
+        gdc_wait()
+    m = tl.load(message + first + lane, mask=inside, other=0.0)
     h = u + rms * m
     tl.store(out + first + lane, narrow(h, out.dtype.element_ty), mask=inside)
     if HAS_NORM:
         scale = 1.0 / tl.sqrt(tl.sum(h * h, 0) / columns + eps)
-        w = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
         tl.store(normed + first + lane, narrow(w * (h * scale), normed.dtype.element_ty), mask=inside)
 
 
-def product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """x [N, a] @ weight [H, a]^T -> out float32 [N, H]; all contiguous, none checked."""
+def product(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
+    """x [N, a] @ weight [H, a]^T -> out float32 [N, H]; all contiguous, none checked. `overlap`: the next launch, which must
+    wait inside, may start early."""
     rows, size = x.shape
     columns = weight.shape[0]
     _product_kernel[(triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS))](
-        x, weight, out, rows, columns, size, BN=ROWS, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP, num_warps=4
-    )
+        x, weight, out, rows, columns, size, BN=ROWS, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP,
+        OVERLAP=overlap, num_warps=4,
+    )  # fmt: skip
 
 
 def readable_norm(norm: Any, hidden: Tensor) -> bool:
@@ -93,11 +102,13 @@ def injection_write(hidden: Tensor, gated: Tensor, write: Tensor, norm: Any | No
     out, normed = torch.empty_like(u), torch.empty_like(u)
     if rows:
         message = torch.empty((rows, columns), dtype=torch.float32, device=u.device)
-        product(gated.reshape(rows, -1).contiguous(), write, message)
+        overlap = overlaps(u)
+        product(gated.reshape(rows, -1).contiguous(), write, message, overlap)
         weight, eps = (u, 0.0) if norm is None else (norm.weight.detach().contiguous(), norm.eps)
         _write_kernel[(rows,)](
-            u, message, weight, out, normed, columns, eps, BH=power_of_2(columns), HAS_NORM=norm is not None, num_warps=8
-        )
+            u, message, weight, out, normed, columns, eps, BH=power_of_2(columns), HAS_NORM=norm is not None, OVERLAP=overlap,
+            num_warps=8, **({"launch_pdl": True} if overlap else {}),
+        )  # fmt: skip
     out = out.view(hidden.shape)
     return out if norm is None else (out, normed.view(hidden.shape))
 
