@@ -1,8 +1,9 @@
 """The round and the loop: propose, choose a length, begin, correct, finish, accept, commit.
 
 One generator drives every kind of call. Plain decoding is the same loop with a block of one token, so a comparison
-between the two compares nothing but the drafts. The host reads twice a round: after the draft (is it finite) and after
-acceptance (which tokens).
+between the two compares nothing but the drafts. The host reads twice a round: after the draft (is it finite; its signals,
+where the length policy reads them) and after acceptance (which tokens); a third time only where the router of layer 0 may
+add a token.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -67,7 +68,7 @@ def resolve_acceptance(rule: str, sampling: SamplingParams, drafter: Drafter | N
     if rule == "auto":
         if sampling.greedy:
             return "greedy"
-        conditional = drafter is not None and getattr(drafter.config, "method", None) == "dspine"
+        conditional = drafter is not None and getattr(drafter.config, "method", None) in CONDITIONAL
         return "rejection" if conditional and not policy.reads_draft_tokens else "point-mass"
     check_rule(rule, temperature=sampling.temperature, reads_draft_tokens=policy.reads_draft_tokens, policy=policy.name)
     return rule
@@ -189,7 +190,11 @@ class DecodingLoop:
         if temperature > 0:
             draws = self._uniforms(self.drafter.config.num_proposals)[DRAFT]
         proposal = self.drafter.propose(self.draft_cache, anchor, DraftRequest(temperature, draws, self.policy.needs_signals))
-        (finite,) = self.target.arrays.to_host(proposal.finite)
+        if self.policy.needs_signals and proposal.confidence is not None and proposal.entropy is not None:
+            finite, confidence, entropy = self.target.arrays.to_host(proposal.finite, proposal.confidence, proposal.entropy)
+            proposal = replace(proposal, confidence=confidence, entropy=entropy)
+        else:
+            (finite,) = self.target.arrays.to_host(proposal.finite)
         if bool(finite.all()):
             return proposal
         self.stats.non_finite_drafts += 1
@@ -210,7 +215,12 @@ class DecodingLoop:
             upper = self.policy.stage_zero_length(nominal, longest)
             block = xp.concat([block, astype(proposal.tokens[:, : upper - 1], anchor.dtype)], axis=1)
         stage = self.target.begin(self.cache, block)
-        length = nominal if proposal is None else self.policy.correct(stage, nominal, min(limit, upper))
+        length = nominal
+        if proposal is not None:
+            seen = stage
+            if upper > nominal and stage.router_picks is not None:
+                seen = replace(stage, router_picks=self.target.arrays.to_host(stage.router_picks)[0])
+            length = self.policy.correct(seen, nominal, min(limit, upper))
         verification = self.target.finish(self.cache, stage, length)
         block = block[:, :length]
         verdict = self._judge(verification.logits, block, proposal)
@@ -234,6 +244,8 @@ class DecodingLoop:
         if self.rule == "point-mass":
             return accept_point_mass(p, draft, limit, accept, draw)
         count = draft.shape[1]
+        if proposal.candidates is None:  # type: ignore[union-attr]
+            return accept_rejection_dense(p, draft, limit, proposal.q[:, :count], accept, draw)  # type: ignore[union-attr]
         return accept_rejection(p, draft, limit, proposal.candidates[:, :count], proposal.q[:, :count], accept, draw)  # type: ignore[union-attr]
 
     def _uniforms(self, count: int) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dspine.common.decoding import DecodingParams, TokenEvent, decode, resolve_acceptance
@@ -15,7 +16,9 @@ from dspine.common.errors import DSpineError
 from dspine.common.models import resolve_draft, resolve_model
 from dspine.common.protocols import Engine, Runtime
 from dspine.common.sampling import SamplingParams
-from dspine.common.selection.policies import parse_policy
+from dspine.common.selection.calibration import device_class
+from dspine.common.selection.choose import PolicyChoice, choose_policy
+from dspine.common.selection.policies import AUTO_POLICY
 from dspine.common.statistics import Statistics
 from dspine.common.tokenizer import Detokenizer, encode_prompt, load_tokenizer, stop_token_ids
 
@@ -70,6 +73,7 @@ def load(
             notes.append(f"no drafter is known for {model}: decoding plainly (name one with --draft-model)")
     target = runtime.load_target(folder, device=device, dtype=dtype)
     drafter = runtime.load_drafter(draft_folder, target) if draft_folder is not None else None
+    device = target.info.device
     return Engine(
         target=target,
         drafter=drafter,
@@ -79,6 +83,7 @@ def load(
         model=model,
         draft_model=str(draft_folder) if draft_folder is not None else None,
         notes=notes,
+        device_class=device_class(device.partition(":")[0], runtime.accelerator(device)),
     )
 
 
@@ -99,7 +104,8 @@ def stream_generate(
     raw: bool = False,
     ignore_eos: bool = False,
     acceptance: str = "auto",
-    policy: Any = "full",
+    policy: Any = AUTO_POLICY,
+    calibration: str | Path | None = None,
     draft: bool = True,
     request: int = 0,
     prefill_chunk: int = 512,
@@ -108,7 +114,8 @@ def stream_generate(
     """Yield one step per token. Everything is checked before the first token is asked for.
 
     prompt: text (wrapped in the chat template, with `system_prompt`, unless `raw`), chat messages, or token ids.
-    `draft=False` decodes this request plainly. Sampling parameters: `SamplingParams`; acceptance and policy: `decoding`.
+    `draft=False` decodes this request plainly. Sampling parameters: `SamplingParams`; acceptance: `decoding`. policy: a name
+    (`selection.policies`), an object, or `auto` (`selection.choose`); calibration: a file other than the drafter's own.
     """
     sampling = SamplingParams(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed
@@ -117,7 +124,8 @@ def stream_generate(
     stop_ids = frozenset() if ignore_eos else stop_token_ids(engine.tokenizer, engine.target.info.eos_token_ids)
     params = DecodingParams(max_tokens, sampling, acceptance, stop_ids, request, prefill_chunk, break_even)
     drafter = engine.drafter if draft else None
-    events = decode(engine.target, drafter, ids, params, parse_policy(policy))
+    chosen = choose_policy(policy, engine, calibration=calibration, acceptance=acceptance, draft=draft)
+    events = decode(engine.target, drafter, ids, params, chosen.policy)
     return _with_text(events, Detokenizer(engine.tokenizer))
 
 
@@ -130,13 +138,20 @@ def _with_text(events: Iterator[TokenEvent], detokenizer: Detokenizer) -> Iterat
             yield GenerationStep(text, event.token, event.drafted, event.finish_reason, event.stats)
 
 
+def policy_for(engine: Engine, options: dict[str, Any]) -> PolicyChoice:
+    """The length policy that `stream_generate` takes for these options, and why."""
+    picked = {name: options[name] for name in ("calibration", "acceptance", "draft") if name in options}
+    return choose_policy(options.get("policy", AUTO_POLICY), engine, **picked)
+
+
 def generate(engine: Engine, prompt: Prompt, **options: Any) -> GenerationResult:
     """Drain `stream_generate` (same options) and return everything at once."""
+    options = {**options, "policy": policy_for(engine, options).policy}
     steps = list(stream_generate(engine, prompt, **options))
     if not steps or steps[-1].finish_reason is None:
         raise DSpineError("generation ended without a finish reason")
     sampling = SamplingParams(temperature=options.get("temperature", 0.0))
-    policy = parse_policy(options.get("policy", "full"))
+    policy = options["policy"]
     drafter = engine.drafter if options.get("draft", True) else None
     return GenerationResult(
         text="".join(step.text for step in steps),

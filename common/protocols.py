@@ -47,7 +47,7 @@ class Proposal:
 
     tokens int [B, M]; finite bool [B]: every draft logit was finite. candidates int [B, M, K] and q float32 [B, M, K]:
     the distribution each token was DRAWN from (renormalised over the candidates; None for greedy drafts, which are
-    point masses). confidence float32 [B, M], entropy float32 [B, M] (nats): only where asked for.
+    point masses). Drafts drawn from the whole vocabulary: candidates None, q [B, M, V]. confidence float32 [B, M], entropy float32 [B, M] (nats): only where asked for.
     """
 
     tokens: Array
@@ -158,7 +158,11 @@ class Drafter(Protocol):
 
 
 class LengthPolicy(Protocol):
-    """How many tokens to verify. Lengths are Python ints here; device-side policies come with the graphs."""
+    """How many tokens to verify. Lengths are Python ints here; device-side policies come with the graphs.
+
+    The loop hands over host copies: confidence and entropy of the proposal (where `needs_signals`), and the router picks of
+    Stage 0 (where it covers more tokens than `nominal`) are NumPy arrays.
+    """
 
     name: str
     needs_signals: bool
@@ -194,6 +198,10 @@ class Runtime(Protocol):
 
     def load_drafter(self, folder: Path, target: Target) -> Drafter: ...
 
+    def accelerator(self, device: str) -> str:
+        """Product name of a device of this runtime (`cuda:0` -> `NVIDIA H200`); empty for the CPU."""
+        ...
+
     def parity_backends(self) -> list[Any]:
         """What `dspine parity` can run here: `common.parity.backends.ParityBackend`s, absent ones with their reason."""
         ...
@@ -211,3 +219,4 @@ class Engine:
     model: str
     draft_model: str | None
     notes: list[str] = field(default_factory=list)
+    device_class: str = ""  # kind and accelerator of the target's device, e.g. `cuda-nvidia-h200`; "" is info.device's kind

@@ -51,6 +51,11 @@ class Statistics:
         return (self.generated_tokens - 1) / self.rounds if self.rounds else 0.0
 
     @property
+    def mean_verified_length(self) -> float:
+        """Input tokens that the target verified a round, the anchor included (plain rounds verify 1)."""
+        return sum(w * n for w, n in self.verified_lengths.items()) / self.rounds if self.rounds else 0.0
+
+    @property
     def acceptance_by_position(self) -> list[float]:
         """Entry i-1: share of rounds with at least i drafts verified in which at least i were accepted."""
         return [a / p if p else 0.0 for a, p in zip(self.accepted_at, self.proposed_at, strict=True)]
@@ -71,6 +76,7 @@ class Statistics:
             "accepted_tokens": self.accepted_tokens,
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_by_position": self.acceptance_by_position,
+            "mean_verified_length": self.mean_verified_length,
             "verified_lengths": {str(w): n for w, n in sorted(self.verified_lengths.items())},
             "non_finite_drafts": self.non_finite_drafts,
             "drafting_disabled": self.drafting_disabled,

@@ -46,6 +46,14 @@ class TorchRuntime:
 
         return load_drafter(Path(folder), target)
 
+    def accelerator(self, device: str) -> str:
+        """Product name of a CUDA device; empty for the CPU."""
+        if not device.startswith("cuda"):
+            return ""
+        import torch
+
+        return torch.cuda.get_device_name(device)
+
     def parity_backends(self) -> list[ParityBackend]:
         """`torch-ops` and `triton`, each skipped with a reason where it cannot run."""
         found = self.availability()

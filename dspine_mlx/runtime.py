@@ -46,6 +46,14 @@ class MlxRuntime:
 
         return load_drafter(Path(folder), target)
 
+    def accelerator(self, device: str) -> str:
+        """Product name of the GPU that MLX drives (`Apple M5 Max`); empty for the CPU."""
+        if device == "cpu":
+            return ""
+        import mlx.core as mx
+
+        return str(mx.device_info(mx.gpu).get("device_name", device))
+
     def parity_backends(self) -> list[ParityBackend]:
         """`mlx-ops` and `metal`, each skipped with a reason where it cannot run."""
         found = self.availability()

@@ -7,7 +7,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +23,8 @@ from dspine.common.generation import GenerationStep, load, stream_generate
 from dspine.common.protocols import Engine
 from dspine.common.runtimes import AUTO, choose_runtime
 from dspine.common.sampling import SamplingParams
-from dspine.common.selection.policies import StaticPolicy, parse_policy
+from dspine.common.selection.choose import choose_policy
+from dspine.common.selection.policies import AUTO_POLICY, StaticPolicy, check_policy_name
 from dspine.common.statistics import Statistics
 from dspine.common.tokenizer import check_prompt, decode_utf8
 
@@ -32,12 +33,14 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request: what goes to `stream_generate`, and the objects it was checked with."""
+    """A checked request: what goes to `stream_generate`, and the objects it was checked with. The policy is a name until
+    `with_policy` has seen the loaded pair."""
 
     prompt: str
     options: dict[str, Any]
     sampling: SamplingParams
     policy: Any
+    policy_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ def generate(options: GenerateOptions) -> None:
     """Generate text from a prompt, with speculative decoding where a drafter is known."""
     request = build_request(options)
     engine = build_engine(options)
+    request = with_policy(request, engine, options)
     notes = Console(stderr=True, highlight=False)
     for note in engine.notes:
         notes.print(f"note: {note}", markup=False)
@@ -85,18 +89,14 @@ def build_request(options: GenerateOptions) -> Request:
     )
     DecodingParams(max_tokens=options.max_tokens, sampling=sampling)
     policy = _policy(options)
+    reads = check_policy_name(policy)
     if options.acceptance != AUTO:
-        check_rule(
-            options.acceptance,
-            temperature=sampling.temperature,
-            reads_draft_tokens=policy.reads_draft_tokens,
-            policy=policy.name,
-        )
+        check_rule(options.acceptance, temperature=sampling.temperature, reads_draft_tokens=reads, policy=options.policy)
     if options.compare and options.no_draft:
         raise DSpineError("--compare needs a drafter to compare with plain decoding, and --no-draft takes it away: drop one")
     names = ("max_tokens", "top_p", "top_k", "min_p", "seed", "system_prompt", "raw", "ignore_eos")
     passed = {name: getattr(options, name) for name in (*names, *_PENALTIES)}
-    passed |= {"temperature": options.temp, "acceptance": str(options.acceptance), "policy": policy}
+    passed |= {"temperature": options.temp, "acceptance": str(options.acceptance)}
     prompt = _read_prompt(options.prompt)
     check_prompt(prompt)
     return Request(prompt, passed, sampling, policy)
@@ -105,11 +105,26 @@ def build_request(options: GenerateOptions) -> Request:
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
+def with_policy(request: Request, engine: Engine, options: GenerateOptions) -> Request:
+    """The request with the policy that this pair gets, and why. Raises DSpineError where a named one cannot be had."""
+    calibration = options.calibration
+    if calibration is not None and engine.drafter is None:
+        raise DSpineError("--calibration belongs to a pair, and this run drafts nothing: drop it, or name a --draft-model")
+    chosen = choose_policy(
+        request.policy,
+        engine,
+        calibration=calibration,
+        acceptance=str(options.acceptance),
+        draft=engine.drafter is not None,
+    )
+    passed = {**request.options, "policy": chosen.policy}
+    return replace(request, options=passed, policy=chosen.policy, policy_reason=chosen.reason)
+
+
 def _policy(options: GenerateOptions) -> Any:
-    policy = parse_policy(options.policy)
     if options.block_size is None:
-        return policy
-    if policy != StaticPolicy():
+        return options.policy
+    if options.policy not in (AUTO_POLICY, StaticPolicy().name):
         raise DSpineError(f"--block-size is short for --policy static:N, and --policy {options.policy} was given too: drop one")
     if options.block_size < 2:
         raise DSpineError(
@@ -198,6 +213,7 @@ def build_report(options: GenerateOptions, engine: Engine, request: Request, run
         "drafter": engine.draft_model,
         "drafting": drafter is not None and stats.drafting_disabled is None,
         "policy": request.policy.name if drafter is not None else None,
+        "policy_reason": request.policy_reason if drafter is not None else None,
         "acceptance": rule if drafter is not None else None,
         "peak_memory_bytes": peak_memory_bytes(),
         "notes": engine.notes,
@@ -220,9 +236,11 @@ def summary_table(report: dict[str, Any], stats: Statistics) -> Table:
         ("tokens", f"{stats.generated_tokens} after a prompt of {stats.prompt_tokens}, {stats.rounds} rounds"),
         ("speed", f"{stats.tokens_per_second:.1f} tokens/s after the prompt ({stats.prefill_seconds:.2f} s)"),
     ]
+    if report["policy"] is not None:
+        rows.insert(3, ("policy", _policy_line(report)))
     if stats.drafted_tokens:
         by_position = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
-        rows.insert(4, ("acceptance", f"{stats.mean_acceptance_length:.2f} tokens a round; by position {by_position}"))
+        rows.insert(-1, ("acceptance", f"{stats.mean_acceptance_length:.2f} tokens a round; by position {by_position}"))
     if report["plain_tokens_per_second"] is not None:
         same = "the same tokens" if report["same_tokens_as_plain"] else "other tokens, see `Lossless` in the README"
         speedup = f"{report['speedup']:.2f}x" if report["speedup"] else "-"
@@ -239,4 +257,8 @@ def _drafter_line(report: dict[str, Any]) -> str:
     if report["drafter"] is None:
         return "none: plain decoding"
     state = f", switched off: {report['drafting_disabled']}" if report["drafting_disabled"] else ""
-    return f"{report['drafter']}  (acceptance {report['acceptance']}, policy {report['policy']}{state})"
+    return f"{report['drafter']}  (acceptance {report['acceptance']}{state})"
+
+
+def _policy_line(report: dict[str, Any]) -> str:
+    return f"{report['policy']}  ({report['policy_reason']}; {report['mean_verified_length']:.1f} tokens verified a round)"

@@ -16,7 +16,7 @@ from dspine.common.embedded import EMBEDDED_NAME
 from dspine.common.models import AUTO_DRAFT
 from dspine.common.runtimes import AUTO
 from dspine.common.sampling import SamplingParams
-from dspine.common.selection.policies import StaticPolicy
+from dspine.common.selection.policies import AUTO_POLICY
 
 _SAMPLING, _DECODING = SamplingParams(), DecodingParams()
 
@@ -56,7 +56,15 @@ class GenerateOptions:
 
     no_draft: Annotated[bool, _flag("Plain decoding, no drafter.", _SPECULATE, "--no-draft")] = False
     acceptance: Annotated[Acceptance, _flag("Acceptance rule; all are lossless.", _SPECULATE)] = Acceptance[AUTO]
-    policy: Annotated[str, _flag("Tokens to verify a round: `full`, or `static:W`.", _SPECULATE)] = StaticPolicy().name
+    policy: Annotated[
+        str,
+        _flag(
+            "Tokens to verify a round: `auto`, `full`, `static:W`; with a calibration: `dcut`, `evict`, `dspark`, `nominal`, "
+            "`hybridspec`.",
+            _SPECULATE,
+        ),
+    ] = AUTO_POLICY
+    calibration: Annotated[str | None, _flag("Calibration file; else the one beside the drafter.", _SPECULATE)] = None
     block_size: Annotated[int | None, _flag("Short for `--policy static:N`, anchor included.", _SPECULATE)] = None
     compare: Annotated[bool, _flag("Decode plainly too and print the speed-up.", _OUTPUT, "--compare")] = False
     json: Annotated[bool, _flag("One JSON line on standard output; text goes to stderr.", _OUTPUT, "--json")] = False

@@ -1,4 +1,4 @@
-"""Length policies with a fixed length: verify everything, or at most W tokens."""
+"""Length policies by name. `full` and `static:W` need nothing; the others read a calibration (`calibrated`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 from dspine.common.errors import DSpineError
 from dspine.common.protocols import LengthPolicy, Proposal, StageZero
+from dspine.common.selection.calibrated import CALIBRATED
+from dspine.common.selection.calibration import Calibration
+
+AUTO_POLICY = "auto"
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,11 @@ class StaticPolicy:
         return nominal
 
 
-def parse_policy(text: Any) -> LengthPolicy:
-    """`full` or `static:W` -> policy; a policy object is returned as it is."""
+def parse_policy(text: Any, calibration: Calibration | None = None) -> LengthPolicy:
+    """A name -> policy; a policy object is returned as it is. `auto` is decided by `choose.choose_policy`, not here.
+
+    Raises DSpineError: an unknown name, or one that needs a calibration where none was given.
+    """
     if not isinstance(text, str):
         return text
     kind, _, value = text.partition(":")
@@ -44,4 +51,16 @@ def parse_policy(text: Any) -> LengthPolicy:
         return StaticPolicy()
     if kind == "static" and value.isdigit():
         return StaticPolicy(int(value))
-    raise DSpineError(f"policy must be 'full' or 'static:W' (W tokens, the anchor included), got {text!r}")
+    if text in CALIBRATED:
+        if calibration is None:
+            raise DSpineError(f"policy {text!r} needs a calibration of this pair: run `dspine calibrate`, or use --policy full")
+        return CALIBRATED[text](calibration)
+    names = ", ".join(CALIBRATED)
+    raise DSpineError(f"policy must be 'full' or 'static:W' (W tokens, the anchor included), or auto, {names}; got {text!r}")
+
+
+def check_policy_name(text: Any) -> bool:
+    """Check a name before anything is loaded; returns whether the policy reads drafted tokens (`auto` adapts, so False)."""
+    if isinstance(text, str) and text in CALIBRATED:
+        return CALIBRATED[text].reads_draft_tokens
+    return text != AUTO_POLICY and parse_policy(text).reads_draft_tokens

@@ -42,6 +42,9 @@ class ToyRuntime:
     def availability(self) -> Availability:
         return Availability(True, "toys run everywhere", ("cpu",), "nothing to install")
 
+    def accelerator(self, device: str) -> str:
+        return ""
+
     def load_target(self, folder: Path, *, device: str, dtype: str) -> ToyTarget:
         vocab = len(load_tokenizer(folder).backend)
         return ToyTarget(logits_of(vocab), vocab, context=CONTEXT)
