@@ -1,0 +1,52 @@
+"""Which tensors of a hybrid are stored in how many bits, and training that feels it (straight-through rounding)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dspine.common.errors import DSpineError
+from dspine.common.quantization import SMALLEST_SCALE, GroupForm
+
+_WHOLE = ("conv1d.weight", "mlp.gate.weight", "shared_expert_gate.weight", "in_proj_a.weight", "in_proj_b.weight")
+
+
+def storage_forms(
+    shapes: Mapping[str, tuple[int, ...]], *, experts: int, projections: int, embedding: int
+) -> dict[str, GroupForm]:
+    """Name -> form of every tensor that is quantised. Small tensors, norms and routers stay whole."""
+    forms = {}
+    for name, shape in shapes.items():
+        if len(shape) < 2 or name.endswith(_WHOLE):
+            continue
+        bits = experts if ".experts." in name else embedding if "embed_tokens" in name else projections
+        forms[name] = GroupForm(bits, group_of(name, shape[-1]))
+    return forms
+
+
+def group_of(name: str, count: int) -> int:
+    """The group size along an axis of `count`: 64, or a divisor of the axis between 32 and 128 nearest to it."""
+    fitting = [size for size in range(16, 129) if count % size == 0]
+    if not fitting:
+        raise DSpineError(f"{name}: no group of 16 to 128 values divides {count}")
+    return min(fitting, key=lambda size: (abs(size - 64), size))
+
+
+@torch.no_grad()
+def rounded(weight: Tensor, form: GroupForm) -> Tensor:
+    """What a reader makes of the stored `weight` [..., in], float32: `quantize_affine`, undone."""
+    levels = 2**form.bits - 1
+    groups = weight.float().unflatten(-1, (-1, form.group_size))
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    low_is_edge = low.abs() > high.abs()
+    scale = ((high - low) / levels).clamp(min=SMALLEST_SCALE)
+    scale = torch.where(low_is_edge, scale, -scale)
+    edge = torch.where(low_is_edge, low, high)
+    steps = (edge / scale).round()
+    used = steps != 0
+    scale = torch.where(used, edge / torch.where(used, steps, 1.0), scale).bfloat16().float()
+    bias = torch.where(used, edge, 0.0).bfloat16().float()
+    values = ((groups - bias[..., None]) / scale[..., None]).round().clamp(0, levels)
+    return (values * scale[..., None] + bias[..., None]).flatten(-2)
