@@ -1,5 +1,6 @@
-"""Other people's kernels, from wheels unpacked into a folder at run time: SGLang's default verify and commit, and
-fla-core's recurrence run twice (once over all tokens, once over the accepted ones). Nothing of them is kept here."""
+"""Other people's kernels, from wheels unpacked into a folder at run time: SGLang's default verify and commit, its ReplaySSM
+verify with a compact ring of 16 that is folded into the state every round, and fla-core's recurrence run twice (once over
+all tokens, once over the accepted ones). Nothing of them is kept here."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from benchmarks.kernels.gdn import LAYERS, SETS, SIZE, VALUE_HEADS, make_block
 
 _RECURRENT = "sglang/kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py"
 _SCATTER = "sglang/kernels/ops/mamba/mamba_state_scatter_triton.py"
+_REPLAY = "sglang/kernels/ops/attention/linear/gdn_replayssm_spec_decode.py"
+RING = 16
 
 
 def find(folder: Path | None) -> tuple[dict[str, Callable[[int], list]], list[str]]:
@@ -29,6 +32,8 @@ def find(folder: Path | None) -> tuple[dict[str, Callable[[int], list]], list[st
     loaders = {
         "SGLang default": partial(_sglang, dependent_launch=True),  # its own choice on Hopper
         "SGLang, plain launches": partial(_sglang, dependent_launch=False),
+        "SGLang ReplaySSM": partial(_replay, block_v=64, num_warps=1),  # its defaults
+        "SGLang ReplaySSM, (32, 4)": partial(_replay, block_v=32, num_warps=4),  # better at batch 1
         "fla-core recurrent, twice": _fla,
     }
     for name, load in loaders.items():
@@ -39,8 +44,8 @@ def find(folder: Path | None) -> tuple[dict[str, Callable[[int], list]], list[st
     return found, notes
 
 
-def _sglang(folder: Path, dependent_launch: bool) -> Callable[[int], list]:
-    """Two of its modules, with stand-ins for the helpers they import (the package itself needs a whole server)."""
+def _stand_ins(dependent_launch: bool = True) -> None:
+    """Modules with the helpers that SGLang's kernels import: the package itself needs a whole server."""
     answers: dict[str, dict[str, Any]] = {
         "sglang.kernels.jit.utils": {"is_arch_support_pdl": lambda: dependent_launch},
         "sglang.srt.utils": {
@@ -51,6 +56,7 @@ def _sglang(folder: Path, dependent_launch: bool) -> Callable[[int], list]:
             "get_device_core_count": lambda index=0: torch.cuda.get_device_properties(index).multi_processor_count
         },
         "sglang.kernels.ops.memory.ptr_table": {"make_ptr_table": None},
+        "sglang.kernels.ops.attention.fla.utils": {"is_tf32_supported": True},
     }  # fmt: skip
     for name, members in answers.items():
         parts = name.split(".")
@@ -59,6 +65,11 @@ def _sglang(folder: Path, dependent_launch: bool) -> Callable[[int], list]:
             package.__path__ = []  # type: ignore[attr-defined]
         for member, value in members.items():
             setattr(sys.modules[name], member, value)
+
+
+def _sglang(folder: Path, dependent_launch: bool) -> Callable[[int], list]:
+    """Its default: every token's state is written, then the accepted one is copied."""
+    _stand_ins(dependent_launch)
     update = _module(folder / _RECURRENT, "sglang_recurrent").fused_sigmoid_gating_delta_rule_update
     scatter = _module(folder / _SCATTER, "sglang_scatter").fused_mamba_state_scatter_with_mask
 
@@ -88,6 +99,55 @@ def _sglang(folder: Path, dependent_launch: bool) -> Callable[[int], list]:
         return runs
 
     return build
+
+
+def _replay(folder: Path, block_v: int, num_warps: int) -> Callable[[int], list]:
+    """A round of ReplaySSM in its compact form: verify, advance the ring, fold it into the state."""
+    _stand_ins()
+    module = _module(folder / _REPLAY, "sglang_replayssm")
+
+    def build(count: int) -> list:
+        return [partial(_replay_round, module, count, block_v, num_warps, **_replay_memory(count, i)) for i in range(SETS)]
+
+    return build
+
+
+def _replay_memory(count: int, seed: int) -> dict[str, Any]:
+    """One slot of everything; slot 0 is its null block, so that all live in slot 1."""
+    block = make_block(count, seed=seed)
+    heads, device = block.q.shape[3], "cuda"
+    ring = {"dtype": torch.bfloat16, "device": device}
+    values, keys = (LAYERS, 2, VALUE_HEADS, RING, SIZE), (LAYERS, 2, heads, RING, SIZE)
+    return {
+        "block": block, "states": block.states.expand(LAYERS, 2, VALUE_HEADS, SIZE, SIZE).contiguous(),
+        "a": torch.randn(LAYERS, count, VALUE_HEADS, **ring),
+        "rates": torch.zeros(2, VALUE_HEADS, device=device),
+        "caches": (torch.zeros(values, **ring), torch.zeros(keys, **ring), torch.zeros(values[:-1], device=device)),
+        "rests": (torch.zeros(values, **ring), torch.zeros(keys, **ring)),
+        "index": torch.ones(1, dtype=torch.int32, device=device),
+        "starts": torch.tensor([0, count], dtype=torch.int32, device=device),
+        "cursors": [torch.zeros(2, dtype=kind, device=device) for kind in (torch.int32, torch.int32, torch.int8)],
+    }  # fmt: skip
+
+
+def _replay_round(
+    module: Any, count: int, block_v: int, num_warps: int, block: Any, states: Any, a: Any, rates: Any, caches: Any, rests: Any,
+    index: Any, starts: Any, cursors: Any,
+) -> None:  # fmt: skip
+    d, k, g = caches
+    written, base, flush = cursors
+    for i in range(LAYERS):
+        module.gdn_replayssm_spec_decode(
+            block.q[i, 0], block.k[i, 0], block.v[i, 0], a[i], a[i], rates[0], rates[1], states[i], d[i], k[i], g[i],
+            rests[0][i], rests[1][i], None, block.out[i, 0], starts, index, index, written, base, flush, RING, count,
+            block_v=block_v, num_warps=num_warps, launch_mode="verify",
+        )  # fmt: skip
+    module.commit_gdn_replayssm_spec(written, base, flush, block.m, index, RING, count, fold_every_commit=True)
+    module.commit_gdn_replayssm_circular(
+        checkpoint_state=states, d_cache=d, k_cache=k, g_cache=g, d_residual_cache=rests[0], k_residual_cache=rests[1],
+        state_batch_indices=index, replay_indices=index, write_pos=written, cache_base=base, is_flush=flush,
+        accept_lens=block.m,
+    )  # fmt: skip
 
 
 def _fla(folder: Path) -> Callable[[int], list]:
