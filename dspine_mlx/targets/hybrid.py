@@ -23,10 +23,11 @@ from dspine_mlx.caches import HybridCache
 from dspine_mlx.targets import gdn
 from dspine_mlx.targets.gdn import BlockTrace
 from dspine_mlx.targets.moe import Routing, experts, is_moe, route
-from dspine_mlx.targets.plain import PlainTarget, find_decoder
+from dspine_mlx.targets.plain import PROBE, PlainTarget, find_decoder
 
-# of the check at load: in bfloat16 mlx-lm rounds write strength and convolution, and the router may pick another expert
-_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.25}
+# of the checks at load, relative: of each layer by itself, and of the logits. In bfloat16 routers pick other experts where
+# two are nearly equal, and that spreads; mlx-lm is then as far from its own float32
+_TOLERANCE = {"float32": (1e-3, 1e-2), "bfloat16": (0.2, 0.8)}
 Mixer = Callable[[int, mx.array], mx.array]  # (layer id, normed hidden [B, T, H]) -> what is added to the residual
 
 
@@ -236,7 +237,9 @@ class HybridTarget(PlainTarget):
                 f"{name}: {kind} has {f'caches of kind {foreign}' if foreign else f'unknown mixers in layers {odd}'}; "
                 f"expected linear_attn with {ArraysCache.__name__} or self_attn with {KVCache.__name__}; choose another target"
             )
-        self._check_logits(self._probe, _TOLERANCE[self.info.dtype])
+        tolerance, cascade = _TOLERANCE[self.info.dtype]
+        self._check_logits(self._probe, cascade)
+        self._check_layers(tolerance)
 
     def _probe(self, tokens: mx.array) -> mx.array:
         """Logits of int [1, T] by way of every path: a prompt of two, then a block of the rest."""
@@ -245,3 +248,24 @@ class HybridTarget(PlainTarget):
         cache.length = 2
         rest = self.finish(cache, self.begin(cache, tokens[:, 2:]), tokens.shape[1] - 2)
         return mx.concatenate([self.head(hidden), rest.logits], axis=1)
+
+    def _check_layers(self, tolerance: float) -> None:
+        """Each layer against mlx-lm's own call of it ON THE SAME INPUT, so that rounding and a router's choice between
+        near-ties in one layer are not taken for a fault of the next."""
+        tokens = mx.arange(1, 1 + PROBE)[None] % self.info.vocab_size
+        self.bind_features(range(self.info.num_layers))
+        _, features = self._prompt(tokens, self.make_cache(PROBE))
+        self.bind_features(())
+        hidden, differences = self.embed(tokens), []
+        for i, (layer, got) in enumerate(zip(self.decoder.layers, mx.split(features, self.info.num_layers, -1), strict=True)):
+            wanted = layer(hidden, None if i in self.gdn else "causal", None).astype(mx.float32)
+            differences.append(mx.linalg.norm(wanted - got) / mx.maximum(mx.linalg.norm(wanted), 1e-6))
+            hidden = got
+        found = [float(x) for x in self.arrays.to_host(mx.stack(differences))[0]]
+        wrong = [i for i, difference in enumerate(found) if not difference <= tolerance]
+        if wrong:
+            raise DSpineError(
+                f"{self.info.name}: layers {wrong[:8]} of {self.info.model_type} give other outputs than their own call "
+                f"(relative difference up to {max(found[i] for i in wrong):.3g}, expected rounding); this version of mlx-lm "
+                "is not the one this adapter knows; use --backend torch"
+            )

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_model
 
 from dspine.common.configs import read_config
@@ -19,6 +20,7 @@ from dspine.common.tokenizer import eos_ids_of_folder
 from dspine_mlx import ops
 from dspine_mlx.arrays import device_name
 from dspine_mlx.targets.families import FAMILIES
+from dspine_mlx.targets.layouts import load_options
 from dspine_mlx.targets.plain import PlainTarget, find_decoder, find_head
 
 logger = logging.getLogger("dspine")
@@ -34,8 +36,9 @@ def load_target(folder: Path, *, dtype: str = "auto") -> PlainTarget:
     folder = Path(folder)
     card = read_config(folder)
     try:
-        model, config = load_model(folder, lazy=True, model_config=_renamed(card))
-        chosen, note = choose_dtype(dtype, _stored_dtype(model), quantized=_quantization(config) is not None)
+        model, config = load_model(folder, lazy=True, **load_options(card))
+        quantized = _quantization(config) is not None
+        chosen, note = choose_dtype(dtype, _stored_dtype(model), quantized=quantized, experts=has_float_experts(model))
         cast(model, chosen)
         mx.eval(model.parameters())
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -56,11 +59,16 @@ def wrap_model(
     dtype = _short(_stored_dtype(model))
     if dtype == "float16":
         raise DSpineError(f"{name}: weights are float16, which real residuals overflow; set_dtype(mx.bfloat16) first")
+    if dtype != "float32" and device_name() == "cpu" and has_float_experts(model):
+        raise DSpineError(
+            f"{name}: experts in {dtype} cannot run on the CPU, where MLX's gather_mm has float32 only; use dtype float32 "
+            "(or auto), quantised experts, or --backend torch"
+        )
     missing = [key for key in ("model_type", "hidden_size", "max_position_embeddings") if facts.get(key) is None]
     if missing:
         raise CheckpointError(f"{name}: config.json has no {', '.join(missing)}; expected a decoder's config")
     family = FAMILIES.get(facts["model_type"], PlainTarget)
-    module = type(model).__module__.rpartition(".")[2]
+    module = type(decoder).__module__.rpartition(".")[2]
     notes = [note, "vision tower left out: text only" if "vision_config" in config else ""]
     info = TargetInfo(
         name=name,
@@ -80,16 +88,19 @@ def wrap_model(
     return target
 
 
-def choose_dtype(asked: str, stored: mx.Dtype, *, quantized: bool = False) -> tuple[mx.Dtype, str]:
+def choose_dtype(asked: str, stored: mx.Dtype, *, quantized: bool = False, experts: bool = False) -> tuple[mx.Dtype, str]:
     """The dtype to run in, and a note where it is not the stored one.
 
-    `auto` runs as stored, with two exceptions: float16 becomes bfloat16 (residuals of real models overflow float16), and
-    quantised weights on the CPU run in float32 (MLX's bfloat16 `quantized_matmul` there is ten times slower, and coarse).
+    `auto` runs as stored, with these exceptions: float16 becomes bfloat16 (residuals of real models overflow float16); on
+    the CPU, quantised weights run in float32 (MLX's bfloat16 `quantized_matmul` there is ten times slower, and coarse), and
+    so do `experts` that are not quantised (MLX's `gather_mm` has nothing else there).
     """
     if asked != "auto":
         return getattr(mx, asked), ""
     if quantized and device_name() == "cpu" and stored != mx.float32:
         return mx.float32, f"scales stored as {_short(stored)}, run in float32 on the CPU"
+    if experts and device_name() == "cpu" and stored != mx.float32:
+        return mx.float32, f"stored as {_short(stored)}, run in float32: MLX multiplies experts on the CPU in nothing else"
     if stored == mx.float16:
         return mx.bfloat16, "stored as float16, run in bfloat16: residuals of real models overflow float16"
     return stored, ""
@@ -107,10 +118,9 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     model.load_weights(parts, strict=False)
 
 
-def _renamed(card: dict[str, Any]) -> dict[str, str]:
-    """mlx-lm has one module for a family with and without its vision tower, under the former's name."""
-    kind = str(card.get("model_type"))
-    return {"model_type": kind.removesuffix("_text")} if kind in ("qwen3_5_text", "qwen3_5_moe_text") else {}
+def has_float_experts(model: nn.Module) -> bool:
+    """Whether any layer has experts that are not quantised."""
+    return any(isinstance(module, SwitchLinear) for module in model.modules())
 
 
 def _short(dtype: mx.Dtype) -> str:

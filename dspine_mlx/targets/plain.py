@@ -20,7 +20,7 @@ from dspine.common.protocols import Prefill, StageZero, TargetInfo, Verification
 from dspine_mlx.arrays import MlxArrays
 from dspine_mlx.caches import TargetCache
 
-_PROBE = 5  # tokens of the check at load
+PROBE = 5  # tokens of the check at load
 _TOLERANCE = 1e-2
 
 
@@ -151,7 +151,7 @@ class PlainTarget:
     def _check_logits(self, drive: Callable[[mx.array], mx.array], tolerance: float) -> None:
         """Raise where `drive` (tokens int [1, T] -> logits [1, T, V]) is further from the model's own call than
         `tolerance`, relative, in the Frobenius norm."""
-        tokens = mx.arange(1, 1 + min(_PROBE, self.info.vocab_size - 1))[None]
+        tokens = mx.arange(1, 1 + min(PROBE, self.info.vocab_size - 1))[None]
         wanted = self.model(tokens, cache=make_prompt_cache(self.model)).astype(mx.float32)
         norms = mx.linalg.norm(wanted - drive(tokens)), mx.linalg.norm(wanted)
         difference, size = (float(norm) for norm in self.arrays.to_host(*norms))
