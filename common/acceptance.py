@@ -103,6 +103,16 @@ def accept_rejection(
     return Verdict(accepted, sample_index(_unless_empty(residual, row), row_at(u_draw, accepted)))
 
 
+def accept_rejection_dense(p: Array, draft: Array, limit: Array, q: Array, u_accept: Array, u_draw: Array) -> Verdict:
+    """`accept_rejection` for drafts that were drawn from the whole vocabulary: q float32 [B, w-1, V]."""
+    xp = array_namespace(p)
+    accepted = _leading(u_accept * _gather(q, draft) < _gather(p[:, :-1, :], draft), limit)
+    row, proposal = row_at(p, accepted), row_at(_padded(q), accepted)
+    residual = xp.where(row > proposal, row - proposal, xp.zeros_like(row))
+    residual = xp.where(xp.expand_dims(accepted < limit, axis=-1), residual, row)
+    return Verdict(accepted, sample_index(_unless_empty(residual, row), row_at(u_draw, accepted)))
+
+
 def _gather(p: Array, tokens: Array) -> Array:
     xp = array_namespace(p)
     return xp.squeeze(take_along(p, xp.expand_dims(tokens, axis=-1), axis=-1), axis=-1)

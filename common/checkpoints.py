@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from dspine.common.configs import DrafterConfig
+from dspine.common.draft_cards import BRIDGE
+from dspine.common.draft_layouts import BORROWED, canonical_name, head_tensors, kind_of
 from dspine.common.errors import CheckpointError
 from dspine.common.transfer_space import TransferBasis, transfer_codes
 
@@ -22,7 +24,7 @@ _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32,
     "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8, "BOOL": np.bool_,
 }  # fmt: skip
-_ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+_FLOATS = ("F64", "F32", "F16", "BF16")
 CODES, READY = "transfer_codes", "transfer_ready"
 BASIS = ("transfer_eigenvectors", "transfer_eigenvalues", "transfer_mean")
 
@@ -61,7 +63,8 @@ def read_header(path: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _read(entry: _Entry) -> np.ndarray:
+def read_tensor(entry: _Entry) -> np.ndarray:
+    """One tensor as NumPy in its own dtype; bfloat16 widens to float32."""
     raw = np.fromfile(entry.path, dtype=np.uint8, count=entry.size, offset=entry.offset)
     array = raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
     if entry.dtype == "BF16":
@@ -114,7 +117,7 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         for name in ("message", "receiver_gate", "predecessor_gate"):
             shapes[f"injection.{name}.weight"] = (message, rank)
         shapes["injection.bias"] = (message,)
-    return shapes
+    return shapes | head_tensors(config)
 
 
 class DraftTensors:
@@ -131,6 +134,7 @@ class DraftTensors:
         parts = {f"{name}.{part}" for name in quantized for part in ("scales", "biases")}
         found = set(self._entries) - parts - {CODES, READY, *BASIS}
         expected = expected_tensors(self.config)
+        self._check_borrowed(found)
         missing, extra = sorted(set(expected) - found), sorted(found - set(expected))
         if missing or extra:
             kind = _kind_hint(self.config, found)
@@ -139,9 +143,10 @@ class DraftTensors:
                 f"unexpected: {_names(extra)}"
             )
         transfer = {CODES, READY, *BASIS} & set(self._entries)
-        if self.config.method == "dflash" and transfer:
+        if self.config.method != "dspine" and transfer:
             raise CheckpointError(
-                f"{self.folder}: a dflash card, but the file holds {_names(sorted(transfer))}; is it a DSpine drafter?"
+                f"{self.folder}: a {self.config.method} card, but the file holds {_names(sorted(transfer))}; is it a DSpine "
+                "drafter?"
             )
         if self.config.method == "dspine" and CODES not in transfer and not set(BASIS) <= transfer:
             raise CheckpointError(
@@ -149,11 +154,27 @@ class DraftTensors:
                 "it cannot be derived again from the target)"
             )
         for name, shape in expected.items():
-            got = self._entries[name].shape
+            got, dtype = self._entries[name].shape, self._entries[name].dtype
             if self._is_quantized(name):
                 self._check_quantized(name, shape)
             elif got != shape:
                 raise CheckpointError(f"{self.folder}: {name} has shape {list(got)}, the config asks for {list(shape)}")
+            elif dtype not in _FLOATS:
+                raise CheckpointError(
+                    f"{self.folder}: {name} has dtype {dtype}, expected one of {', '.join(_FLOATS)} (or MLX's packed form with "
+                    "scales and biases); convert the file first"
+                )
+
+    def _check_borrowed(self, found: set[str]) -> None:
+        """Copies of the target's tables are dropped, once their shape says that they are."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        for name in sorted(found & set(BORROWED)):
+            if self._entries[name].shape != shape and not self._is_quantized(name):
+                raise CheckpointError(
+                    f"{self.folder}: {name} has shape {list(self._entries[name].shape)}, expected {list(shape)}, the target's: "
+                    "a drafter with a vocabulary of its own is not run"
+                )
+        found -= set(BORROWED)
 
     def _is_quantized(self, name: str) -> bool:
         return name.removesuffix(".weight") + ".scales" in self._entries
@@ -170,10 +191,10 @@ class DraftTensors:
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, dequantised."""
         self._unread.discard(name)
-        array = _read(self._entries[name])
+        array = read_tensor(self._entries[name])
         if self._is_quantized(name):
             stem, form = name.removesuffix(".weight"), self.config.quantization or {}
-            scales, biases = (_read(self._entries[f"{stem}.{part}"]).astype(np.float32) for part in ("scales", "biases"))
+            scales, biases = (read_tensor(self._entries[f"{stem}.{part}"]).astype(np.float32) for part in ("scales", "biases"))
             return dequantize_affine(array, scales, biases, int(form["bits"]), int(form["group_size"]))
         return array.astype(np.float32)
 
@@ -181,9 +202,9 @@ class DraftTensors:
         """C float32 [V, r]: stored, or made from the stored basis and the target's LM head [V, H], asked for only then."""
         rank, vocab = self.config.dspine.transfer_rank, self.config.vocab_size  # type: ignore[union-attr]
         if CODES in self._entries:
-            codes = _read(self._entries[CODES]).astype(np.float32)
+            codes = read_tensor(self._entries[CODES]).astype(np.float32)
         else:
-            vectors, values, mean = (_read(self._entries[name]).astype(np.float64) for name in BASIS)
+            vectors, values, mean = (read_tensor(self._entries[name]).astype(np.float64) for name in BASIS)
             codes = transfer_codes(head_weight().astype(np.float64), TransferBasis(vectors, values, mean)).astype(np.float32)
         if codes.shape != (vocab, rank):
             raise CheckpointError(f"{self.folder}: {CODES} has shape {list(codes.shape)}, the config asks for {[vocab, rank]}")
@@ -198,25 +219,46 @@ class DraftTensors:
 def _gather_entries(folder: Path) -> dict[str, _Entry]:
     files = sorted(path for path in folder.glob("*.safetensors") if path.name != "transfer.safetensors")
     if not files:
-        raise CheckpointError(f"{folder}: no safetensors file there; expected model.safetensors")
+        raise CheckpointError(f"{folder}: no safetensors file there; expected model.safetensors (no pickle is ever opened)")
     entries: dict[str, _Entry] = {}
     for path in files:
-        for name, entry in read_header(path).items():
-            name = name.removeprefix("model.")
-            entries[_ALIASES.get(name, name)] = entry
+        for stored, entry in read_header(path).items():
+            name = canonical_name(stored)
+            if name in entries:
+                raise CheckpointError(f"{folder}: {name} is stored twice ({entries[name].path.name}, {path.name}: {stored})")
+            if name is not None:
+                entries[name] = entry
     transfer = folder / "transfer.safetensors"
     if transfer.is_file():
         entries |= {CODES if name == "codes" else name: entry for name, entry in read_header(transfer).items()}
     return entries
 
 
+def official_dspine_sizes(folder: Path, bridge: Any) -> dict[str, int]:
+    """The `dspine_config` of a file that only carries the official mark: read off SpecForge's tensor names, or an error
+    that lists what the file holds instead and what is missing (the official names are not public)."""
+    entries = _gather_entries(folder)
+    message = entries.get("injection.message.weight")
+    if message is not None and len(message.shape) == 2:
+        return {"message_size": message.shape[0], "transfer_rank": message.shape[1]}
+    backbone = ("layers.", "fc.", "hidden_norm.", "norm.")
+    found = sorted(name for name in entries if not name.startswith(backbone) or ".injection" in name)
+    raise CheckpointError(
+        f"{folder}: an official DSpine file ({BRIDGE} is {bridge!r}) whose tensor names this version does not know. Beyond the "
+        f"backbone it holds: {_names(found)}; missing: injection.readouts.N.weight, injection.writes.N.weight, "
+        f"injection.message/receiver_gate/predecessor_gate.weight, injection.bias, {CODES}. Convert it to SpecForge's form"
+    )
+
+
 def _kind_hint(config: DrafterConfig, found: set[str]) -> str:
-    has_injection = any(name.startswith("injection.") for name in found)
-    if config.method == "dflash" and has_injection:
+    kind = kind_of(found)
+    if kind == config.method:
+        return ""
+    if kind == "dspine":
         return " (the file is a DSpine drafter; its config must carry dspine_config)"
-    if config.method == "dspine" and not has_injection:
+    if kind == "dflash" and config.method == "dspine":
         return " (the file is a plain DFlash drafter; drop dspine_config and use architecture DFlashDraftModel)"
-    return ""
+    return f" (by its names the file is a {kind} drafter; its config must say so)"
 
 
 def _names(names: list[str]) -> str:
@@ -228,11 +270,15 @@ def check_pair(config: DrafterConfig, info: Any, where: str) -> None:
     facts = [
         ("hidden size", config.target_hidden_size or config.hidden_size, info.hidden_size),
         ("vocabulary", config.vocab_size, info.vocab_size),
-        ("number of target layers", config.num_target_layers, info.num_layers),
+        ("number of target layers", config.num_target_layers or info.num_layers, info.num_layers),
     ]
     for name, draft, target in facts:
         if draft != target:
             raise CheckpointError(f"{where}: drafter made for another target: its {name} is {draft}, {info.name} has {target}")
+    if config.mask_token_id in info.eos_token_ids:
+        raise CheckpointError(
+            f"{where}: mask_token_id {config.mask_token_id} is a stop token of {info.name}; a mask row must not end a text"
+        )
     if config.target_hidden_size not in (None, config.hidden_size):
         raise CheckpointError(
             f"{where}: hidden size {config.hidden_size} differs from the target's {info.hidden_size}; they share one LM head"

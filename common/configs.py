@@ -7,12 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dspine.common.draft_cards import (
+    BRIDGE,
+    MISSING,
+    Card,
+    ConvConfig,
+    DominoConfig,
+    DSparkConfig,
+    SelectorConfig,
+    check_fields,
+    conv_and_selector,
+    domino_config,
+    dspark_config,
+    method_of,
+    normalise_card,
+)
 from dspine.common.errors import CheckpointError
 from dspine.common.masks import FULL, SLIDING, MaskRule, mask_rule
 
-METHODS = ("dflash", "dspine")
-_ARCHITECTURES = {"DFlashDraftModel": "dflash", "DSpineDraftModel": "dspine"}
-_MISSING = object()
+METHODS = ("dflash", "dflash2", "domino", "dspark", "dspine")
+CONDITIONAL = ("dflash2", "domino", "dspark", "dspine")  # each draw is made given the draws before it
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,10 @@ class DSpineConfig:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """One drafter. `block_size` counts the anchor row, so a block holds `block_size - 1` proposals."""
+    """One drafter. `block_size` is the verify window: the anchor and `block_size - 1` proposals, whatever the card calls a
+    block. The forward runs over `query_rows` rows, of which row `first_row` predicts the first proposal: 1 where a row
+    predicts its OWN position, 0 where it predicts the next. `num_target_layers` 0: the card does not say.
+    """
 
     method: str
     hidden_size: int
@@ -74,10 +91,34 @@ class DrafterConfig:
     target_hidden_size: int | None = None
     dspine: DSpineConfig | None = None
     quantization: dict[str, int] | None = None
+    first_row: int = 1
+    anchored_window: bool = False
+    conv: ConvConfig | None = None
+    selector: SelectorConfig | None = None
+    domino: DominoConfig | None = None
+    dspark: DSparkConfig | None = None
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    input_embedding_scale: float = 1.0
 
     @property
     def num_proposals(self) -> int:
         return self.block_size - 1
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the forward. Domino runs its last row even where it predicts a token too many."""
+        return self.block_size if self.domino is not None else self.first_row + self.num_proposals
+
+    @property
+    def proposal_rows(self) -> slice:
+        """The rows that predict the proposals, in order."""
+        return slice(self.first_row, self.first_row + self.num_proposals)
+
+    @property
+    def scales_logits(self) -> bool:
+        """True where the card asks for a scale or a softcap of its own on the draft logits."""
+        return self.output_multiplier != 1.0 or self.final_logit_softcapping is not None
 
     @property
     def feature_size(self) -> int:
@@ -85,7 +126,8 @@ class DrafterConfig:
 
     def mask_rules(self) -> tuple[MaskRule, ...]:
         """The visibility rule of every layer."""
-        return tuple(mask_rule(self.method, kind, self.is_causal, self.sliding_window) for kind in self.layer_types)
+        window, anchored = self.sliding_window, self.anchored_window
+        return tuple(mask_rule(self.method, kind, self.is_causal, window, anchored) for kind in self.layer_types)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -104,19 +146,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def load_drafter_config(folder: Path) -> DrafterConfig:
     """Read and validate a drafter's card."""
-    return parse_drafter_config(read_config(folder), where=str(Path(folder) / "config.json"))
+    return parse_drafter_config(read_config(folder), where=str(Path(folder) / "config.json"), folder=Path(folder))
 
 
-def parse_drafter_config(data: dict[str, Any], where: str = "config") -> DrafterConfig:
-    """A card in any of the known spellings -> `DrafterConfig`; contradictions and gaps are errors that name the field."""
-    if isinstance(data.get("config"), dict):  # the two-file reference form nests everything under `config`
-        data = data["config"]
-    card = _Card(data, where)
-    method = _method(card)
+def parse_drafter_config(data: dict[str, Any], where: str = "config", folder: Path | None = None) -> DrafterConfig:
+    """A card in any of the known spellings -> `DrafterConfig`; contradictions and gaps are errors that name the field.
+
+    `folder` is only looked at for an official DSpine card, which does not say its sizes: they are read off the tensors.
+    """
+    data = normalise_card(data, where)
+    card = Card(data, where)
+    method = method_of(card)
+    check_fields(card)
     num_layers = card.integer("num_hidden_layers", 1)
     heads = card.integer("num_attention_heads", 1)
     hidden = card.integer("hidden_size", 1)
-    num_target_layers = card.integer("num_target_layers", 1, value=card.either("num_target_layers"))
+    parts = _parts(card, method, hidden)
+    block_size, first_row = _rows(card, method, parts.get("domino"))
+    num_target_layers = _num_target_layers(card)
     config = DrafterConfig(
         method=method,
         hidden_size=hidden,
@@ -128,7 +175,7 @@ def parse_drafter_config(data: dict[str, Any], where: str = "config") -> Drafter
         rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
         vocab_size=card.integer("vocab_size", 2),
         max_position_embeddings=card.integer("max_position_embeddings", 1, value=data.get("max_position_embeddings", 32768)),
-        block_size=card.integer("block_size", 2, value=card.either("block_size")),
+        block_size=block_size,
         mask_token_id=card.integer("mask_token_id", 0, value=card.either("mask_token_id")),
         num_target_layers=num_target_layers,
         target_layer_ids=_target_layer_ids(card, num_layers, num_target_layers),
@@ -138,75 +185,68 @@ def parse_drafter_config(data: dict[str, Any], where: str = "config") -> Drafter
         is_causal=data.get("is_causal"),
         attention_bias=bool(data.get("attention_bias", False)),
         target_hidden_size=data.get("target_hidden_size"),
-        dspine=_dspine(card, hidden) if method == "dspine" else None,
+        dspine=_dspine(card, hidden, folder) if method == "dspine" else None,
         quantization=data.get("quantization"),
+        first_row=first_row,
+        anchored_window=bool(data.get("speculators")),
+        output_multiplier=card.number("output_multiplier", 1.0),  # type: ignore[arg-type]
+        final_logit_softcapping=card.number("final_logit_softcapping", None) or None,
+        input_embedding_scale=card.number("input_embedding_scale", 1.0),  # type: ignore[arg-type]
+        **parts,
     )
     _validate(config, where, str(data.get("hidden_act", "silu")))
     return config
 
 
-class _Card:
-    """A config dictionary together with the place it came from, for errors."""
-
-    def __init__(self, data: dict[str, Any], where: str) -> None:
-        self.data, self.where = data, where
-        self.nested = data.get("dflash_config") or {}
-        if not isinstance(self.nested, dict):
-            raise self.error(f"dflash_config must be an object, got {type(self.nested).__name__}")
-
-    def error(self, text: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {text}")
-
-    def either(self, key: str) -> Any:
-        """A key that may sit at the top or inside `dflash_config`; both and different is an error."""
-        top, nested = self.data.get(key, _MISSING), self.nested.get(key, _MISSING)
-        if top is not _MISSING and nested is not _MISSING and top != nested:
-            raise self.error(f"{key} is {top!r} at the top level but {nested!r} in dflash_config; make them equal or drop one")
-        return nested if top is _MISSING else top
-
-    def integer(self, key: str, low: int, *, value: Any = _MISSING) -> int:
-        value = self.data.get(key, _MISSING) if value is _MISSING else value
-        if value is _MISSING or value is None:
-            raise self.error(f"{key} is missing (looked at the top level and in dflash_config)")
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.error(f"{key} must be an integer of at least {low}, got {value!r}")
-        return value
+def _parts(card: Card, method: str, hidden: int) -> dict[str, Any]:
+    """The settings of the method's own parts, by the field they fill."""
+    if method == "dflash2":
+        conv, selector = conv_and_selector(card, hidden)
+        return {"conv": conv, "selector": selector}
+    if method == "domino":
+        return {"domino": domino_config(card)}
+    return {"dspark": dspark_config(card)} if method == "dspark" else {}
 
 
-def _method(card: _Card) -> str:
-    names = card.data.get("architectures") or ["DFlashDraftModel"]
-    name = names[0] if isinstance(names, list) and names else names
-    method = _ARCHITECTURES.get(str(name))
-    if method is None:
-        known = ", ".join(_ARCHITECTURES)
-        raise card.error(f"architecture {name!r} is not a drafter this version runs; known: {known}")
-    if card.nested.get("projector_type") not in (None, "dflash"):
-        raise card.error(
-            f"projector_type {card.nested['projector_type']!r} is not supported; known: DFlash and DSpine drafters"
-        )
-    marked = "dspine_config" in card.data or "selected_prefix_code_bridge" in card.nested
-    if marked and method == "dflash":
-        method = "dspine"
-    if method == "dflash" and any(card.nested.get(key) for key in ("conv_kernel_size", "selector_rank")):
-        raise card.error("this is a DFlash2 card (conv_kernel_size/selector_rank); known: DFlash and DSpine drafters")
-    return method
+def _rows(card: Card, method: str, domino: DominoConfig | None) -> tuple[int, int]:
+    """(verify window, first proposing row) from the card's block size, which counts query rows."""
+    value = card.either("block_size")
+    if method == "dspark" or card.optional("sample_from_anchor", False):
+        from_anchor = card.flag("sample_from_anchor", True)
+        rows = card.integer("block_size", 1 if from_anchor else 2, value=value)
+        if not from_anchor and card.data.get("speculators"):
+            return rows, 1  # the anchor's row is one of the block's, and unused
+        return rows + 1, 0 if from_anchor else 1
+    rows = card.integer("block_size", 2, value=value)
+    return rows, 0 if domino is not None and domino.shift_label else 1
 
 
-def _target_layer_ids(card: _Card, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+def _num_target_layers(card: Card) -> int:
+    """0 where the card does not say and names its taps itself."""
+    value = card.optional("num_target_layers", None)
+    if value is None and card.optional("target_layer_ids", None) is not None:
+        return 0
+    return card.integer("num_target_layers", 1, value=MISSING if value is None else value)
+
+
+def _target_layer_ids(card: Card, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
     ids = card.either("target_layer_ids")
-    if ids is _MISSING or ids is None:
+    if ids is MISSING or ids is None:
         if num_layers == 1:
             return (num_target_layers // 2,)
         return tuple(int(round(1 + i * (num_target_layers - 4) / (num_layers - 1))) for i in range(num_layers))
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise card.error(f"target_layer_ids must be a non-empty list of integers, got {ids!r}")
-    wrong = [i for i in ids if not 0 <= i < num_target_layers]
+    if -1 in ids and card.data.get("architectures") == ["Qwen3DSparkModel"]:
+        raise card.error("target_layer_ids holds -1 (DeepSpec: the embedding's output), which this version does not capture")
+    wrong = [i for i in ids if i < 0 or (num_target_layers and i >= num_target_layers)]
     if wrong:
-        raise card.error(f"target_layer_ids {wrong} out of range: the target has layers 0..{num_target_layers - 1}")
+        last = num_target_layers - 1 if num_target_layers else "N-1"
+        raise card.error(f"target_layer_ids {wrong} out of range: the target has layers 0..{last}")
     return tuple(ids)
 
 
-def _rope(card: _Card) -> RopeConfig:
+def _rope(card: Card) -> RopeConfig:
     scaling, parameters = card.data.get("rope_scaling") or {}, card.data.get("rope_parameters") or {}
     thetas = [holder["rope_theta"] for holder in (card.data, parameters) if holder.get("rope_theta") is not None]
     if not thetas:
@@ -239,7 +279,7 @@ def _rope(card: _Card) -> RopeConfig:
     )
 
 
-def _layer_types(card: _Card, num_layers: int) -> tuple[str, ...]:
+def _layer_types(card: Card, num_layers: int) -> tuple[str, ...]:
     types = card.data.get("layer_types")
     if types is None:
         return (FULL,) * num_layers
@@ -251,8 +291,12 @@ def _layer_types(card: _Card, num_layers: int) -> tuple[str, ...]:
     return tuple(types)
 
 
-def _dspine(card: _Card, hidden: int) -> DSpineConfig:
+def _dspine(card: Card, hidden: int, folder: Path | None) -> DSpineConfig:
     values = card.data.get("dspine_config")
+    if values is None and BRIDGE in card.nested and folder is not None:
+        from dspine.common.checkpoints import official_dspine_sizes  # it needs `DrafterConfig` from here
+
+        values = official_dspine_sizes(folder, card.nested[BRIDGE])
     if values is None:
         raise card.error(
             "marked as DSpine (selected_prefix_code_bridge) but without dspine_config: the official tensor layout is not "
@@ -285,6 +329,11 @@ def _validate(config: DrafterConfig, where: str, activation: str) -> None:
         (activation == "silu", f"hidden_act must be 'silu', got {activation!r}"),
         (config.is_causal in (None, True, False), f"is_causal must be true or false, got {config.is_causal!r}"),
         (not (config.method == "dspine" and config.is_causal is False), "a DSpine drafter is block-causal; is_causal is false"),
+        (config.output_multiplier > 0, f"output_multiplier must be above 0, got {config.output_multiplier}"),
+        (
+            config.selector is None or config.selector.top_k <= config.vocab_size,
+            f"selector_top_k is above the vocabulary of {config.vocab_size}",
+        ),
     ]
     for ok, text in problems:
         if not ok:

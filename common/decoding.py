@@ -17,8 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from dspine.common.acceptance import Verdict, accept_greedy, accept_point_mass, accept_rejection, check_rule
+from dspine.common.acceptance import (
+    Verdict,
+    accept_greedy,
+    accept_point_mass,
+    accept_rejection,
+    accept_rejection_dense,
+    check_rule,
+)
 from dspine.common.arrays import array_namespace, astype
+from dspine.common.configs import CONDITIONAL
 from dspine.common.errors import DSpineError
 from dspine.common.protocols import Drafter, DraftRequest, LengthPolicy, Proposal, Target
 from dspine.common.sampling import ACCEPT, DRAFT, DRAW, SamplingParams, penalise, sample_index, token_probabilities, uniforms
@@ -33,7 +41,7 @@ BREAK_EVEN_ROUNDS = 50
 class DecodingParams:
     """What one request asks for.
 
-    acceptance: `auto` is `greedy` at temperature 0, else `rejection` for drafters whose draws are conditional (DSpine)
+    acceptance: `auto` is `greedy` at temperature 0, else `rejection` for drafters whose draws are conditional
     and `point-mass` for the others. `break_even`: tokens a round below which, over 50 rounds, drafting stops for the
     rest of the request (0 never stops it). `request` keys the uniforms together with the seed.
     """

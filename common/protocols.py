@@ -47,7 +47,9 @@ class Proposal:
 
     tokens int [B, M]; finite bool [B]: every draft logit was finite. candidates int [B, M, K] and q float32 [B, M, K]:
     the distribution each token was DRAWN from (renormalised over the candidates; None for greedy drafts, which are
-    point masses). Drafts drawn from the whole vocabulary: candidates None, q [B, M, V]. confidence float32 [B, M], entropy float32 [B, M] (nats): only where asked for.
+    point masses). Drafts drawn from the whole vocabulary: candidates None, q [B, M, V]. confidence float32 [B, M]: the top
+    token's probability, or what a confidence head says of the draft's acceptance; entropy float32 [B, M] (nats). Both only
+    where asked for.
     """
 
     tokens: Array

@@ -54,18 +54,31 @@ class LeanLayer:
         query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
         rows = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
         self.qk_norm = make_norm(rows, attention.q_norm.eps)
+        self.attention_conv, self.mlp_conv = layer.attention_conv, layer.mlp_conv
 
     def forward(self, index: int, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """h [B, R, H] -> u [B, R, H], a new tensor."""
         batch, rows, hidden = h.shape
         flat = h.reshape(-1, hidden)
-        qkv = self.qkv(self.input_norm(flat)).view(batch, rows, -1, self.head_dim)
+        normed, after = self.input_norm(flat), None
+        if self.attention_conv is not None:
+            normed, after = self.attention_conv.prepare(normed.view_as(h))
+        qkv = self.qkv(normed.reshape(-1, hidden)).view(batch, rows, -1, self.head_dim)
         rotated = rotate_(self.qk_norm(qkv[:, :, : self.heads + self.kv_heads]), cos, sin).transpose(1, 2)
         value = qkv[:, :, self.heads + self.kv_heads :].transpose(1, 2)
         mixed = attend(index, rotated[:, : self.heads], rotated[:, self.heads :], value)
-        flat = self.output(mixed.transpose(1, 2).reshape(batch * rows, -1)).add_(flat)
-        gate, up = self.gate_up(self.mlp_norm(flat)).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up).add_(flat).view(batch, rows, hidden)
+        mixed = self.output(mixed.transpose(1, 2).reshape(batch * rows, -1))
+        if after is not None:
+            mixed = self.attention_conv.finish(mixed.view_as(h), after).reshape(-1, hidden)
+        flat = mixed.add_(flat)
+        normed, after = self.mlp_norm(flat), None
+        if self.mlp_conv is not None:
+            normed, after = self.mlp_conv.prepare(normed.view_as(h))
+        gate, up = self.gate_up(normed.reshape(-1, hidden)).chunk(2, dim=-1)
+        down = self.down(F.silu(gate) * up)
+        if after is not None:
+            down = self.mlp_conv.finish(down.view_as(h), after).reshape(-1, hidden)
+        return down.add_(flat).view(batch, rows, hidden)
 
 
 class LeanInjection:

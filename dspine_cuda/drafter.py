@@ -1,4 +1,4 @@
-"""DSpine and DFlash drafters in torch: one module for training and inference (`algorithms` 1, `docs/formats.md`).
+"""Drafters of the DFlash family in torch: one module for training and inference (`algorithms` 1, `docs/formats.md`).
 
 Names of modules are the checkpoint's. A block is [B, N, R, H]: B sequences, N blocks a sequence (1 in inference), R =
 block_size rows, the anchor first. Attention is handed in, because only the caller knows where context K/V live.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,16 @@ from dspine.common.checkpoints import DraftTensors, check_pair, expected_tensors
 from dspine.common.configs import DrafterConfig, load_drafter_config
 from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights, inject
+from dspine.common.proposing import DraftParts, make_proposal, own_scale, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.rope import rope_tables
-from dspine.common.sampling import sample_candidates
-from dspine.common.signals import draft_signals
 from dspine.common.transfer_space import known_token
-from dspine.common.transition import path_walk, path_walk_sampled, refine, transition_scores
+from dspine.common.transition import refine, transition_scores
 from dspine_cuda.draft_cache import DraftCache
+from dspine_cuda.draft_heads import GroupedConv, add_heads, draft_parts
 from dspine_cuda.draft_inference import LeanDraft, signed_tables
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-INDEPENDENT_CANDIDATES = 16  # DFlash at temperature > 0 draws each position within its own top 16
 
 
 class RMSNorm(nn.Module):
@@ -99,6 +99,8 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DraftAttention(config)
         self.mlp = DraftMLP(config)
+        self.attention_conv = GroupedConv(config) if config.conv is not None else None
+        self.mlp_conv = GroupedConv(config) if config.conv is not None else None
 
 
 class Injection(nn.Module):
@@ -136,6 +138,14 @@ class BlockStates:
     layers: list[Tensor]
 
 
+def _around(conv: GroupedConv | None, normed: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """A sublayer on its normed input [B, N, R, H], between DFlash2's two convolutions where there are any."""
+    if conv is None:
+        return sublayer(normed)
+    prepared, kernel = conv.prepare(normed)
+    return conv.finish(sublayer(prepared), kernel)
+
+
 class DrafterModel(nn.Module):
     """The drafter's own weights; embedding and LM head are the target's and are handed in."""
 
@@ -147,6 +157,7 @@ class DrafterModel(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.injection = Injection(config) if config.dspine is not None else None
+        add_heads(self, config)
         codes = torch.zeros(0) if config.dspine is None else torch.zeros(config.vocab_size, config.dspine.transfer_rank)
         self.register_buffer("transfer_codes", codes, persistent=False)
         self._rope: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
@@ -187,14 +198,16 @@ class DrafterModel(nn.Module):
         h = embeddings
         pre, collected = h, []
         for index, layer in enumerate(self.layers):
-            rows = h.flatten(1, 2)
-            normed = layer.input_layernorm(rows)
-            query = layer.self_attn.query(normed, cos, sin)
-            key, value = layer.self_attn.key_value(normed, cos, sin)
-            mixed = attend(index, query, key, value).transpose(1, 2).flatten(-2)
-            rows = rows + layer.self_attn.o_proj(mixed)
-            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
-            pre = h = rows.view_as(h)
+
+            def mix(normed: Tensor, index: int = index, layer: DraftLayer = layer) -> Tensor:
+                rows = normed.flatten(1, 2)
+                query = layer.self_attn.query(rows, cos, sin)
+                key, value = layer.self_attn.key_value(rows, cos, sin)
+                mixed = attend(index, query, key, value).transpose(1, 2).flatten(-2)
+                return layer.self_attn.o_proj(mixed).view_as(normed)
+
+            h = h + _around(layer.attention_conv, layer.input_layernorm(h), mix)
+            pre = h = h + _around(layer.mlp_conv, layer.post_attention_layernorm(h), layer.mlp)
             if self.injection is not None:
                 replaced = replacement if index < self.config.dspine.replacement_layers else None  # type: ignore[union-attr]
                 h = inject_with(pre, anchor_code, self.injection.layer(index), replaced)
@@ -217,10 +230,17 @@ class TorchDrafter:
         self.lean = LeanDraft(model)
         self._tables: tuple[Tensor, Tensor] | None = None
         self.rules = self.config.mask_rules()
-        rows = self.config.block_size
+        self.parts = draft_parts(model, target)
+        rows = self.config.query_rows
         offsets = torch.arange(rows, device=model.fc.weight.device)
         self._block_masks = [rule.block(offsets[:, None], offsets[None, :]) for rule in self.rules]
         self._mask_row = torch.full((1, rows - 1), self.config.mask_token_id, device=offsets.device)
+        self._mask_embedding: Tensor | None = None
+        self._own_scale = own_scale(self.config, target, offsets.new_tensor(range(min(64, self.config.vocab_size))))
+
+    def use_mask_embedding(self, row: Tensor) -> None:
+        """Replace the target's embedding of the mask token by a trained one [H] (`mask_embedding.pt`)."""
+        self._mask_embedding = row.to(self._mask_row.device, self.model.fc.weight.dtype)
 
     def make_cache(self, capacity: int) -> DraftCache:
         """Context K/V for up to `capacity` tokens, and room for one block behind them."""
@@ -244,18 +264,13 @@ class TorchDrafter:
     def propose(self, cache: DraftCache, anchor: Tensor, request: DraftRequest) -> Proposal:
         """anchor int [B] at position `cache.length`; see `protocols.Drafter.propose`."""
         states, code = self._run(cache, anchor)
-        logits = self.target.head(states.hidden[:, 0, 1:])
-        finite = torch.isfinite(logits.sum(dim=(1, 2)))  # one pass: a sum of finite logits cannot overflow float32
-        signals = draft_signals(logits, 1) if request.signals else None
-        confidence, entropy = (None, None) if signals is None else (signals.confidence, signals.entropy)
-        if self.model.injection is None:
-            return self._independent(logits, finite, confidence, entropy, request)
-        candidates = torch.topk(logits, self.config.dspine.top_k, dim=-1).indices  # type: ignore[union-attr]
-        scores = self.transition(states.pre_injection[:, 0, 1:], code, candidates)
-        if request.temperature == 0.0:
-            return Proposal(path_walk(scores, candidates), finite, None, None, confidence, entropy)
-        tokens, q = path_walk_sampled(scores, candidates, request.uniforms, request.temperature)
-        return Proposal(tokens, finite, candidates, q, confidence, entropy)
+        rows = self.config.proposal_rows
+        hidden, parts = states.hidden[:, 0, rows], self.parts
+        logits = self.target.head(hidden)
+        logits = scale_logits(logits, self.config) if self._own_scale else logits
+        if code is not None:
+            parts = DraftParts(transition=partial(self.transition, states.pre_injection[:, 0, rows], code))
+        return make_proposal(self.config, parts, hidden, logits, anchor, request)
 
     def transition(self, pre_injection: Tensor, anchor_code: Tensor, candidates: Tensor) -> Tensor:
         """The transition cache: u_L of rows 1..M [B, M, H], sqrt(r) C_x0 [B, r], candidates [B, M, K] -> [B, M, K, K]."""
@@ -269,7 +284,9 @@ class TorchDrafter:
     def _run(self, cache: DraftCache, anchor: Tensor) -> tuple[BlockStates, Tensor | None]:
         ids = torch.cat([anchor[:, None], self._mask_row.expand(anchor.shape[0], -1)], dim=1)
         embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype)
-        start, stop = cache.length, cache.length + self.config.block_size
+        if self._mask_embedding is not None:
+            embeddings[:, 1:] = self._mask_embedding
+        start, stop = cache.length, cache.length + self.config.query_rows
         cos, sin = self.tables(start, stop)
         code = None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
         masks = {rule: self._mask(index, start) for index, rule in enumerate(self.rules)}
@@ -287,7 +304,7 @@ class TorchDrafter:
         rule, block = self.rules[index], self._block_masks[index]
         if rule.window is None and rule.sees_whole_block:
             return None
-        rows = self.config.block_size
+        rows = self.config.query_rows
         if rule.window is None:
             context = block.new_ones(1, 1).expand(rows, start)
         else:
@@ -297,16 +314,6 @@ class TorchDrafter:
         return torch.zeros(visible.shape, dtype=self.model.fc.weight.dtype, device=block.device).masked_fill_(
             ~visible, float("-inf")
         )
-
-    def _independent(
-        self, logits: Tensor, finite: Tensor, confidence: Tensor | None, entropy: Tensor | None, request: DraftRequest
-    ) -> Proposal:
-        if request.temperature == 0.0:
-            return Proposal(logits.argmax(dim=-1), finite, None, None, confidence, entropy)
-        count = min(INDEPENDENT_CANDIDATES, logits.shape[-1])
-        values, candidates = torch.topk(logits, count, dim=-1)
-        tokens, q = sample_candidates(values, candidates, request.uniforms, request.temperature)
-        return Proposal(tokens, finite, candidates, q, confidence, entropy)
 
 
 def load_drafter(folder: Path, target: Any) -> TorchDrafter:

@@ -62,7 +62,7 @@ def test_c1_spellings_agree(spelling):
         ({**FLAT, "dspine_config": {"transfer_rang": 6}}, "unknown keys"),
         ({**FLAT, "dspine_config": {"transfer_rank": 8}, "is_causal": False}, "block-causal; is_causal is false"),
         ({**FLAT, "dflash_config": {"selected_prefix_code_bridge": True}}, "official tensor layout is not"),
-        ({**FLAT, "dflash_config": {"conv_kernel_size": 2}}, "DFlash2"),
+        ({**FLAT, "dflash_config": {"conv_kernel_size": 2}}, "conv_group_size is missing"),
     ],
 )
 def test_contradictions_and_gaps_name_the_field(changes, words):
