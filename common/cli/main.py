@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dspine.common.cli import calibrate as calibrate_command
 from dspine.common.cli import generate as generate_command
 from dspine.common.cli import info as info_command
 from dspine.common.cli import parity as parity_command
@@ -43,6 +44,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     app.command("generate")(command_from(GenerateOptions, generate_command.generate))
+    app.command("calibrate")(command_from(calibrate_command.CalibrateOptions, calibrate_command.calibrate_command))
     app.command("prepare")(_prepare)
     app.command("info")(info_command.info)
     app.command("parity")(parity_command.parity)

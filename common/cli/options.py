@@ -26,7 +26,8 @@ DType = StrEnum("DType", [(name, name) for name in (AUTO, "bfloat16", "float32")
 _MODEL, _SAMPLE, _SPECULATE, _OUTPUT = "Model", "Sampling", "Speculation", "Output"
 
 
-def _flag(help_text: str, panel: str, *names: str) -> Any:
+def flag(help_text: str, panel: str, *names: str) -> Any:
+    """A typer option in a panel of the help page; `names` where it has more than the field's own."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel)
 
 
@@ -34,40 +35,40 @@ def _flag(help_text: str, panel: str, *names: str) -> Any:
 class GenerateOptions:
     """Everything `dspine generate` can be told. Names follow `mlx_lm.generate` where it has them."""
 
-    prompt: Annotated[str, _flag("The prompt; `-` reads standard input.", _MODEL, "--prompt", "-p")]
-    model: Annotated[str, _flag("`smollm2` (the embedded model), a model folder, or a hub id.", _MODEL)] = EMBEDDED_NAME
-    draft_model: Annotated[str, _flag("`auto` (the drafter known for the model), a folder, or a hub id.", _MODEL)] = AUTO_DRAFT
-    system_prompt: Annotated[str | None, _flag("System prompt; without it the template's own default.", _MODEL)] = None
-    raw: Annotated[bool, _flag("Give the prompt to the model as it is.", _MODEL, "--raw", "--no-chat-template")] = False
-    backend: Annotated[str, _flag("`auto`, `mlx` or `torch`.", _MODEL)] = AUTO
-    device: Annotated[str, _flag("`auto`, or a device of the backend: cpu, cuda, metal.", _MODEL)] = AUTO
-    dtype: Annotated[DType, _flag("Number format of weights and activations.", _MODEL)] = DType[AUTO]
+    prompt: Annotated[str, flag("The prompt; `-` reads standard input.", _MODEL, "--prompt", "-p")]
+    model: Annotated[str, flag("`smollm2` (the embedded model), a model folder, or a hub id.", _MODEL)] = EMBEDDED_NAME
+    draft_model: Annotated[str, flag("`auto` (the drafter known for the model), a folder, or a hub id.", _MODEL)] = AUTO_DRAFT
+    system_prompt: Annotated[str | None, flag("System prompt; without it the template's own default.", _MODEL)] = None
+    raw: Annotated[bool, flag("Give the prompt to the model as it is.", _MODEL, "--raw", "--no-chat-template")] = False
+    backend: Annotated[str, flag("`auto`, `mlx` or `torch`.", _MODEL)] = AUTO
+    device: Annotated[str, flag("`auto`, or a device of the backend: cpu, cuda, metal.", _MODEL)] = AUTO
+    dtype: Annotated[DType, flag("Number format of weights and activations.", _MODEL)] = DType[AUTO]
 
-    max_tokens: Annotated[int, _flag("Tokens to generate at most.", _SAMPLE, "--max-tokens", "-m")] = _DECODING.max_tokens
-    ignore_eos: Annotated[bool, _flag("Do not stop at the model's stop tokens.", _SAMPLE, "--ignore-eos")] = False
-    temp: Annotated[float, _flag("Temperature; 0 is greedy.", _SAMPLE)] = _SAMPLING.temperature
-    top_p: Annotated[float, _flag("Smallest set of tokens with this mass; 1 is off.", _SAMPLE)] = _SAMPLING.top_p
-    top_k: Annotated[int, _flag("The most likely tokens only; 0 is off.", _SAMPLE)] = _SAMPLING.top_k
-    min_p: Annotated[float, _flag("Tokens this likely relative to the best; 0 is off.", _SAMPLE)] = _SAMPLING.min_p
-    seed: Annotated[int, _flag("Seed of all draws.", _SAMPLE)] = _SAMPLING.seed
-    repetition_penalty: Annotated[float, _flag("On prompt and output; 1 is off.", _SAMPLE)] = _SAMPLING.repetition_penalty
-    presence_penalty: Annotated[float, _flag("On the output, once a token; 0 is off.", _SAMPLE)] = _SAMPLING.presence_penalty
-    frequency_penalty: Annotated[float, _flag("On the output, each time; 0 is off.", _SAMPLE)] = _SAMPLING.frequency_penalty
+    max_tokens: Annotated[int, flag("Tokens to generate at most.", _SAMPLE, "--max-tokens", "-m")] = _DECODING.max_tokens
+    ignore_eos: Annotated[bool, flag("Do not stop at the model's stop tokens.", _SAMPLE, "--ignore-eos")] = False
+    temp: Annotated[float, flag("Temperature; 0 is greedy.", _SAMPLE)] = _SAMPLING.temperature
+    top_p: Annotated[float, flag("Smallest set of tokens with this mass; 1 is off.", _SAMPLE)] = _SAMPLING.top_p
+    top_k: Annotated[int, flag("The most likely tokens only; 0 is off.", _SAMPLE)] = _SAMPLING.top_k
+    min_p: Annotated[float, flag("Tokens this likely relative to the best; 0 is off.", _SAMPLE)] = _SAMPLING.min_p
+    seed: Annotated[int, flag("Seed of all draws.", _SAMPLE)] = _SAMPLING.seed
+    repetition_penalty: Annotated[float, flag("On prompt and output; 1 is off.", _SAMPLE)] = _SAMPLING.repetition_penalty
+    presence_penalty: Annotated[float, flag("On the output, once a token; 0 is off.", _SAMPLE)] = _SAMPLING.presence_penalty
+    frequency_penalty: Annotated[float, flag("On the output, each time; 0 is off.", _SAMPLE)] = _SAMPLING.frequency_penalty
 
-    no_draft: Annotated[bool, _flag("Plain decoding, no drafter.", _SPECULATE, "--no-draft")] = False
-    acceptance: Annotated[Acceptance, _flag("Acceptance rule; all are lossless.", _SPECULATE)] = Acceptance[AUTO]
+    no_draft: Annotated[bool, flag("Plain decoding, no drafter.", _SPECULATE, "--no-draft")] = False
+    acceptance: Annotated[Acceptance, flag("Acceptance rule; all are lossless.", _SPECULATE)] = Acceptance[AUTO]
     policy: Annotated[
         str,
-        _flag(
+        flag(
             "Tokens to verify a round: `auto`, `full`, `static:W`; with a calibration: `dcut`, `evict`, `dspark`, `nominal`, "
             "`hybridspec`.",
             _SPECULATE,
         ),
     ] = AUTO_POLICY
-    calibration: Annotated[str | None, _flag("Calibration file; else the one beside the drafter.", _SPECULATE)] = None
-    block_size: Annotated[int | None, _flag("Short for `--policy static:N`, anchor included.", _SPECULATE)] = None
-    compare: Annotated[bool, _flag("Decode plainly too and print the speed-up.", _OUTPUT, "--compare")] = False
-    json: Annotated[bool, _flag("One JSON line on standard output; text goes to stderr.", _OUTPUT, "--json")] = False
+    calibration: Annotated[str | None, flag("Calibration file; else the one beside the drafter.", _SPECULATE)] = None
+    block_size: Annotated[int | None, flag("Short for `--policy static:N`, anchor included.", _SPECULATE)] = None
+    compare: Annotated[bool, flag("Decode plainly too and print the speed-up.", _OUTPUT, "--compare")] = False
+    json: Annotated[bool, flag("One JSON line on standard output; text goes to stderr.", _OUTPUT, "--json")] = False
 
 
 def command_from(options_type: type, run: Callable[[Any], None]) -> Callable[..., None]:

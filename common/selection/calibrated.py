@@ -13,7 +13,7 @@ import numpy as np
 
 from dspine.common.errors import DSpineError
 from dspine.common.protocols import Proposal, StageZero
-from dspine.common.selection.calibration import Calibration
+from dspine.common.selection.calibration import AcceptanceModel, Calibration
 from dspine.common.selection.lengths import ENTROPY_EPS
 
 Row = np.ndarray
@@ -22,12 +22,11 @@ Row = np.ndarray
 class LengthModel:
     """The acceptance model with everything precomputed; float64, one row of M drafts."""
 
-    def __init__(self, calibration: Calibration) -> None:
-        tables = calibration.tables()
-        c = tables.coefficients
-        self.drafts = tables.calibration.shape[0]
+    def __init__(self, acceptance: AcceptanceModel) -> None:
+        c, grid = acceptance.coefficients, np.array(acceptance.isotonic)
+        self.drafts = grid.shape[0]
         position = np.arange(1.0, self.drafts + 1)
-        self._grid, self._steps = tables.calibration, tables.calibration.shape[1] - 1
+        self._grid, self._steps = grid, grid.shape[1] - 1
         self._rows = np.arange(self.drafts)
         self._base, self._slope = c[0] + c[2] * position, c[1] + c[3] * position
         self._entropy, self._change = c[4], c[5]
@@ -82,7 +81,7 @@ class _Calibrated:
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
-        self.model = LengthModel(calibration)
+        self.model = LengthModel(calibration.acceptance)
         self._seconds = np.array(calibration.cost.measured)  # round time at lengths 2..W
 
     def nominal(self, proposal: Proposal, limit: int) -> int:

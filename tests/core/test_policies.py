@@ -75,7 +75,7 @@ def test_lean_evaluation_equals_the_core_operations(width):
         confidence, entropy = drawn(seed, width - 1)
         wide = confidence[None].astype(np.float64), entropy[None].astype(np.float64)
         np.testing.assert_allclose(
-            LengthModel(made).conditional(wide[0][0], wide[1][0]),
+            LengthModel(made.acceptance).conditional(wide[0][0], wide[1][0]),
             conditional_acceptance(*wide, tables)[0],
             rtol=1e-12,
             atol=1e-14,
@@ -145,7 +145,7 @@ def test_a_cheap_length_far_out_is_found_and_the_schedule_stops_early():
     made = made.model_copy(update={"cost": cost, "rate": 20.0})
     sure = proposal(np.full(15, 0.95), np.full(15, 0.05))
     lengths = {name: parse_policy(name, made).nominal(sure, 16) for name in CALIBRATED}
-    assert lengths == {"dcut": 12, "evict": 12, "dspark": 2, "nominal": 12, "hybridspec": 12}
+    assert lengths == {"dcut": 12, "evict": 12, "dspark": 4, "nominal": 12, "hybridspec": 12}
 
 
 def test_stage_zero_covers_no_token_that_no_router_outcome_could_keep():
@@ -175,7 +175,7 @@ def test_greedy_output_equals_plain(name, block, wrong_every):
 
 def test_the_correction_happens_in_the_loop():
     made = calibration(8)
-    made = made.model_copy(update={"cost": made.cost.model_copy(update={"expert": 0.003, "stage_zero": 0.02})})
+    made = made.model_copy(update={"cost": made.cost.model_copy(update={"expert": 0.003, "stage_zero": 0.003})})
     target = RoutedTarget(LOGITS, VOCAB)
     list(decode(target, signal_oracle(LOGITS, PROMPT, 8, 4), PROMPT, DecodingParams(max_tokens=200), HybridSpecPolicy(made)))
     drafted = [(u, w) for u, w in target.stages if u > 1]
@@ -187,45 +187,45 @@ def test_the_correction_happens_in_the_loop():
 
 def reads_tokens_drafter(block: int) -> SignalDrafter:
     """Sampled drafts from a poor q, with candidates and q as a real drafter gives them."""
-    q = np.array([0.5, 0.3, 0.1, 0.1])
+    q = np.array([0.6, 0.3, 0.1])
 
     def draft(anchor, uniforms, temperature):
         if uniforms is None:
-            return [(anchor + i) % 4 for i in range(block - 1)], None, None
-        tokens = np.searchsorted(np.cumsum(q), uniforms[: block - 1], side="right").clip(0, 3)
-        return tokens, np.tile(np.arange(4), (block - 1, 1)), np.tile(q, (block - 1, 1))
+            return [(anchor + i) % 3 for i in range(block - 1)], None, None
+        tokens = np.searchsorted(np.cumsum(q), uniforms[: block - 1], side="right").clip(0, 2)
+        return tokens, np.tile(np.arange(3), (block - 1, 1)), np.tile(q, (block - 1, 1))
 
     return SignalDrafter(draft, block)
 
 
 @pytest.mark.parametrize("name", ["nominal", "hybridspec"])
 def test_sampling_keeps_the_targets_distribution(name):
-    """Chi-square of the first four sampled tokens after the prompt's own against the exact joint, correction on."""
+    """Chi-square of the first four tokens against the exact joint; the correction is on, its length depends on the drafts."""
     from scipy.stats import chi2
 
-    logits = markov_logits(4, seed=8, scale=0.7)
+    logits = markov_logits(3, seed=8, scale=0.5)
     made = calibration(4)
-    made = made.model_copy(update={"cost": made.cost.model_copy(update={"stage_zero": 0.03, "expert": 0.002})})
-    policy, target, count = parse_policy(name, made), RoutedTarget(logits, 4), 6000
-    drafter, seen = reads_tokens_drafter(4), np.zeros((4, 4, 4))
+    made = made.model_copy(update={"cost": made.cost.model_copy(update={"stage_zero": 0.003, "expert": 0.003})})
+    policy, target, count = parse_policy(name, made), RoutedTarget(logits, 3), 4000
+    drafter, seen = reads_tokens_drafter(4), np.zeros((3, 3, 3, 3))
     for request in range(count):
-        params = DecodingParams(max_tokens=3, sampling=SamplingParams(temperature=1.0, seed=5), request=request, break_even=0)
+        params = DecodingParams(max_tokens=6, sampling=SamplingParams(temperature=1.0, seed=5), request=request, break_even=0)
         tokens = [e.token for e in decode(target, drafter, [1, 2], params, policy)]
-        seen[tuple(tokens)] += 1
-    exact = np.zeros((4, 4, 4))
+        seen[tuple(tokens[:4])] += 1
+    exact = np.zeros((3, 3, 3, 3))
 
     def p(context):
         row = np.exp(logits(context))
         return row / row.sum()
 
-    for index in np.ndindex(4, 4, 4):
+    for index in np.ndindex(3, 3, 3, 3):
         context = [1, 2]
-        exact[index] = np.prod([p(context + list(index[:i]))[index[i]] for i in range(3)])
+        exact[index] = np.prod([p(context + list(index[:i]))[index[i]] for i in range(4)])
     assert exact.min() * count > 2, "cells too thin for chi-square"
     statistic = ((seen - exact * count) ** 2 / (exact * count)).sum()
     assert statistic < chi2.ppf(0.9999, exact.size - 1)
-    lengths = {w for u, w in target.stages if u > 1}
-    assert len(lengths) >= (1 if name == "nominal" else 2), "the length must really vary"
+    dropped = sum(u > w for u, w in target.stages)
+    assert name == "nominal" or 0 < dropped < sum(u > 2 for u, w in target.stages), "the router must really decide"
 
 
 def test_point_mass_round_is_exact_for_a_length_that_reads_drafts():
