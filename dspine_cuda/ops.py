@@ -8,9 +8,9 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from dspine.common import arrays, transition
+from dspine.common import arrays, gdn, transition
 from dspine.common.registry import register_device, register_kernel
-from dspine_cuda import cpu_ops
+from dspine_cuda import cpu_gdn, cpu_ops
 
 _TRITON_KERNELS = (
     "accept",
@@ -59,6 +59,9 @@ def register() -> None:
     on_cpu = (
         (transition.transition_scores, cpu_ops.transition_scores, cpu_ops.on_cpu_in_half),
         (transition.path_walk, cpu_ops.path_walk, None),
+        (gdn.gdn_inputs, cpu_gdn.gdn_inputs, cpu_gdn.supports_inputs),
+        (gdn.gdn_verify, cpu_gdn.gdn_verify, cpu_gdn.supports_verify),
+        (gdn.gdn_commit, cpu_gdn.gdn_commit, cpu_gdn.supports_commit),
     )
     for core, function, supports in on_cpu:
         name = core.__name__

@@ -90,7 +90,7 @@ class DecoderConfig:
         return shapes
 
 
-class _Card:
+class Card:
     """config.json of a target with the folder it came from, for errors."""
 
     def __init__(self, data: dict[str, Any], where: str) -> None:
@@ -137,7 +137,7 @@ def lean_obstacle(data: dict[str, Any], where: str) -> str | None:
     """Why the lean decoder cannot run this config; None where it can. The answer is shown in `TargetInfo.adapter`."""
     if data.get("model_type") not in LEAN_FAMILIES:
         return f"family {data.get('model_type')!r} has no lean decoder"
-    rope = _Card(data, where).rope()
+    rope = Card(data, where).rope()
     checks = {
         f"activation {data.get('hidden_act')!r}": data.get("hidden_act", "silu") == "silu",
         f"rope type {rope['rope_type']!r}": rope["rope_type"] in ("default", "linear", "llama3", "yarn"),
@@ -150,7 +150,7 @@ def lean_obstacle(data: dict[str, Any], where: str) -> str | None:
 
 def parse_decoder_config(data: dict[str, Any], where: str) -> DecoderConfig:
     """A config that `lean_obstacle` lets through -> `DecoderConfig`; gaps and contradictions name the field."""
-    card = _Card(data, where)
+    card = Card(data, where)
     heads, hidden = card.integer("num_attention_heads"), card.integer("hidden_size")
     kv_heads = card.integer("num_key_value_heads", heads)
     head_dim = card.integer("head_dim", hidden // heads or None)
@@ -158,7 +158,7 @@ def parse_decoder_config(data: dict[str, Any], where: str) -> DecoderConfig:
         raise card.error(
             f"{heads} heads over {kv_heads} K/V heads with head_dim {head_dim}: must divide, head_dim must be even"
         )
-    rope, llama3 = _rope(card)
+    rope, llama3 = read_rope(card)
     family = data["model_type"]
     return DecoderConfig(
         model_type=family,
@@ -169,7 +169,7 @@ def parse_decoder_config(data: dict[str, Any], where: str) -> DecoderConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=card.integer("vocab_size"),
-        rms_norm_eps=_number(card, data, "rms_norm_eps", 1e-6),
+        rms_norm_eps=number(card, data, "rms_norm_eps", 1e-6),
         context_length=card.integer("max_position_embeddings"),
         rope=rope,
         llama3=llama3,
@@ -180,7 +180,8 @@ def parse_decoder_config(data: dict[str, Any], where: str) -> DecoderConfig:
     )
 
 
-def _number(card: _Card, values: dict[str, Any], key: str, default: float | None = None) -> float:
+def number(card: Card, values: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A positive number of `values`, an object of the card; `default` where it is missing or null."""
     value = values.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -188,17 +189,18 @@ def _number(card: _Card, values: dict[str, Any], key: str, default: float | None
     return float(value)
 
 
-def _rope(card: _Card) -> tuple[RopeConfig, Llama3Rope | None]:
+def read_rope(card: Card) -> tuple[RopeConfig, Llama3Rope | None]:
+    """The rope of a card: default, linear, llama3 or yarn (any other kind is read as yarn: refuse it first)."""
     values = card.rope()
-    theta, kind = _number(card, values, "rope_theta"), values["rope_type"]
+    theta, kind = number(card, values, "rope_theta"), values["rope_type"]
     if kind == "default":
         return RopeConfig(theta), None
-    factor = _number(card, values, "factor")
+    factor = number(card, values, "factor")
     if kind == "linear":
         return RopeConfig(theta, kind, factor), None
     original = values.get("original_max_position_embeddings") or card.integer("max_position_embeddings")
     if kind == "llama3":
-        low, high = (_number(card, values, f"{name}_freq_factor") for name in ("low", "high"))
+        low, high = (number(card, values, f"{name}_freq_factor") for name in ("low", "high"))
         if high <= low:
             raise card.error(f"high_freq_factor {high} must be above low_freq_factor {low}")
         return RopeConfig(theta), Llama3Rope(factor, low, high, original)
@@ -207,8 +209,8 @@ def _rope(card: _Card) -> tuple[RopeConfig, Llama3Rope | None]:
         kind="yarn",
         factor=factor,
         original_max_position=original,
-        beta_fast=_number(card, values, "beta_fast", 32.0),
-        beta_slow=_number(card, values, "beta_slow", 1.0),
+        beta_fast=number(card, values, "beta_fast", 32.0),
+        beta_slow=number(card, values, "beta_slow", 1.0),
         attention_factor=values.get("attention_factor"),
         mscale=values.get("mscale"),
         mscale_all_dim=values.get("mscale_all_dim"),

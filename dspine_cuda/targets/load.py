@@ -10,8 +10,10 @@ import torch
 from dspine.common.errors import BackendError, DSpineError
 from dspine.common.protocols import Target, TargetInfo
 from dspine_cuda.targets.config import eos_token_ids, lean_obstacle, parse_decoder_config, read_target_config
+from dspine_cuda.targets.hybrid_config import HYBRID_FAMILIES, parse_hybrid_config, text_config
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
+SMALL_HIDDEN = 1024  # hybrids up to this size run in float32 on the CPU by default: their products are bound by call overhead
 
 
 def choose_device(name: str) -> torch.device:
@@ -52,13 +54,16 @@ def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
 def load_target(folder: Path, *, device: str = "auto", dtype: str = "auto") -> Target:
     """A Hugging Face model folder as a `protocols.Target`.
 
-    Llama and Qwen3 run on a lean decoder of this project; any other plain decoder through `transformers`. Raises
+    Llama, Qwen3, Qwen3-MoE, Qwen3.5 (dense and MoE) and Qwen3-Next run on lean decoders of this project; any other plain
+    decoder through `transformers`. Raises
     `CheckpointError` for a folder that is missing, damaged or cannot be rolled back, `BackendError` for an absent device.
     """
     folder = Path(folder)
     where = str(folder / "config.json")
     data = read_target_config(folder)
     place = choose_device(device)
+    if data["model_type"] in HYBRID_FAMILIES:
+        return _load_hybrid(folder, data, place, dtype)
     number, why = choose_dtype(dtype, place)
     obstacle = lean_obstacle(data, where)
     if obstacle is None:
@@ -81,6 +86,24 @@ def load_target(folder: Path, *, device: str = "auto", dtype: str = "auto") -> T
         place,
         lambda facts: _info(folder, data, place, number, f"transformers adapter: {obstacle}; {why}", facts),
     )
+
+
+def _load_hybrid(folder: Path, data: dict[str, Any], place: torch.device, dtype: str) -> Target:
+    """A family of `HYBRID_FAMILIES` on its lean decoder."""
+    from dspine_cuda.targets.hybrid import HybridTarget
+    from dspine_cuda.targets.hybrid_tensors import HybridTensors
+
+    where = str(folder / "config.json")
+    config = parse_hybrid_config(data, where)
+    number, why = choose_dtype(dtype, place)
+    if dtype == "auto" and place.type == "cpu" and config.hidden_size <= SMALL_HIDDEN:
+        number, why = torch.float32, f"float32: faster than bfloat16 on the CPU for a hidden size of {config.hidden_size}"
+    facts = {name: getattr(config, name) for name in ("num_layers", "hidden_size", "vocab_size", "context_length")}
+    gdn, moe = len(config.gdn_layers), len(config.moe_layers)
+    layers = f"{gdn} GDN and {config.num_layers - gdn} attention layers, {moe} with experts"
+    adapter = f"lean hybrid decoder, {config.model_type} family ({layers}); {why}"
+    info = _info(folder, text_config(data, where) | {"model_type": config.model_type}, place, number, adapter, facts)
+    return HybridTarget(folder, config, info, HybridTensors(folder))
 
 
 def _info(
