@@ -18,6 +18,7 @@ from dspine.common.configs import DrafterConfig
 from dspine.common.draft_cards import BRIDGE
 from dspine.common.draft_layouts import BORROWED, canonical_name, head_tensors, kind_of
 from dspine.common.errors import CheckpointError
+from dspine.common.quantization import dequantize_affine
 from dspine.common.transfer_space import TransferBasis, transfer_codes
 
 _DTYPES = {
@@ -70,16 +71,6 @@ def read_tensor(entry: _Entry) -> np.ndarray:
     if entry.dtype == "BF16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array
-
-
-def dequantize_affine(packed: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int, group_size: int) -> np.ndarray:
-    """MLX's affine form: `packed` uint32 [out, in*bits/32], low bits first; w = scale * q + bias per group of the input."""
-    if 32 % bits:
-        raise CheckpointError(f"quantization bits must divide 32 (2, 4, 8), got {bits}")
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    values = (packed[..., None] >> shifts) & np.uint32(2**bits - 1)
-    grouped = values.reshape(*packed.shape[:-1], -1, group_size).astype(np.float32)
-    return (grouped * scales[..., None] + biases[..., None]).reshape(*packed.shape[:-1], -1)
 
 
 def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:

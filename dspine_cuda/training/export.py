@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,11 @@ import numpy as np
 from dspine.common.checkpoints import BASIS, expected_tensors
 from dspine.common.configs import DrafterConfig
 from dspine.common.errors import DSpineError
+from dspine.common.quantization import bfloat16_bits, quantize_affine
+from dspine.common.stored import write_safetensors
 from dspine.common.transfer_space import TransferBasis, transfer_basis, transfer_codes
 
 GROUP_SIZE = 64
-_SMALLEST_SCALE = 1e-7
 
 
 @dataclass(frozen=True)
@@ -81,60 +81,6 @@ def drafter_card(config: DrafterConfig) -> dict[str, Any]:
     if config.quantization is not None:
         card["quantization"] = dict(config.quantization)
     return card
-
-
-def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Float32 -> bfloat16 bit patterns (uint16), to nearest, ties to even; finite input only."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
-
-
-def round_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16 value, as float32."""
-    return (bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32)
-
-
-def quantize_affine(weight: np.ndarray, bits: int, group_size: int = GROUP_SIZE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """MLX's affine form of `weight` float32 [out, in]: uint32 words [out, in*bits/32] (low bits first), scales and biases
-    [out, in/group] rounded to bfloat16. The end of the range with the larger magnitude is met exactly, zero nearly so.
-    """
-    if 32 % bits or weight.shape[1] % group_size:
-        raise DSpineError(f"cannot quantise a weight {list(weight.shape)} to {bits} bits in groups of {group_size}")
-    levels = 2**bits - 1
-    groups = weight.reshape(weight.shape[0], -1, group_size).astype(np.float32)
-    low, high = groups.min(axis=-1), groups.max(axis=-1)
-    low_is_edge = np.abs(low) > np.abs(high)
-    scale = np.maximum((high - low) / levels, _SMALLEST_SCALE)
-    scale = np.where(low_is_edge, scale, -scale)
-    edge = np.where(low_is_edge, low, high)
-    steps = np.rint(edge / scale)
-    scale = np.where(steps != 0, edge / np.where(steps != 0, steps, 1), scale)
-    bias = np.where(steps != 0, edge, 0.0)
-    scale, bias = round_bfloat16(scale), round_bfloat16(bias)
-    values = np.clip(np.rint((groups - bias[..., None]) / scale[..., None]), 0, levels).astype(np.uint32)
-    per_word = 32 // bits
-    words = values.reshape(weight.shape[0], -1, per_word)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    return np.bitwise_or.reduce(words << shifts, axis=-1).astype(np.uint32), scale, bias
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, np.ndarray]]) -> None:
-    """name -> (dtype tag, array of the raw bits); written beside and renamed, so a file is whole or absent."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, (tag, array) in tensors.items():
-        header[name] = {"dtype": tag, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
-        offset += array.nbytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for _, array in tensors.values():
-            file.write(np.ascontiguousarray(array).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def export_drafter(

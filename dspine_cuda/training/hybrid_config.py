@@ -67,8 +67,8 @@ class PretrainConfig(BaseModel):
 
     def fingerprint(self) -> dict[str, Any]:
         """What must not change between a run and its resumption."""
-        free = {"data", "tokenizer", "output_dir", "held_out_data", "stop_after", "device", "compile", "log_every", "eval_every",
-                "eval_rows", "checkpoint_every"}  # fmt: skip
+        free = {"data", "tokenizer", "output_dir", "held_out_data", "stop_after", "device", "compile", "log_every",
+                "eval_every", "eval_rows", "checkpoint_every"}  # fmt: skip
         return self.model_dump(mode="json", exclude=free)
 
 

@@ -212,7 +212,7 @@ class DeltaNet(nn.Module):
         return self.in_proj_qkv(x), decay, self.in_proj_b(x).sigmoid().float()
 
     def heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolved [..., C] -> q, k float32 [..., Hv, Dk] (unit norm, q scaled, repeated over value heads), v [..., Hv, Dv]."""
+        """Convolved [..., C] -> q, k float32 [..., Hv, Dk] (unit norm, q scaled, repeated for value heads), v [..., Hv, Dv]."""
         shape = self.shape
         q, k, v = mixed.split([shape.key_dim, shape.key_dim, shape.value_dim], dim=-1)
         repeat = shape.linear_num_value_heads // shape.linear_num_key_heads

@@ -273,8 +273,9 @@ class Pretrainer:
         norms = torch.stack([norm for _, norm in window]).tolist()
         config, progress = self.config, self.progress()
         row = {
-            "kind": "train", "step": self.step, **dict(zip(TERMS, terms, strict=True)), "gradient_norm": sum(norms) / len(norms),
-            "learning_rate": self.rate(progress), "progress": round(progress, 4), "epoch": self.position[0],
+            "kind": "train", "step": self.step, **dict(zip(TERMS, terms, strict=True)),
+            "gradient_norm": sum(norms) / len(norms), "learning_rate": self.rate(progress),
+            "progress": round(progress, 4), "epoch": self.position[0],
             "rounded": self.masters.rounding, "ms_per_step": 1000 * seconds / len(window),
             "tokens_per_second": len(window) * config.rows_per_step * config.sequence_length / seconds,
             "elapsed": round(self.total_seconds(), 1),

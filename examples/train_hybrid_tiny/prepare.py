@@ -32,7 +32,8 @@ TEMPLATE = (
 )
 # The family's own splitting (transformers builds it for model type qwen3_5_moe, whatever tokenizer.json says)
 PIECES = Regex(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
 )
 CLOSED = ("cnn_dailymail", "arena-hard")  # news texts that stay their owners', and users' own words: no plain text from these
 SHARD_TOKENS = 3_500_000
@@ -143,6 +144,7 @@ def encode_plain(tokenizer: Tokenizer, texts: list[str]) -> dict[str, np.ndarray
 
 
 def main() -> None:
+    """Read, train the tokenizer, write the shards."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--conversations", type=Path, required=True, help="folder of npz shards in SmolLM2's tokens")
     parser.add_argument("--prompts", type=Path, required=True, help="prompts .jsonl")

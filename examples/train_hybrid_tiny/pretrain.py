@@ -15,6 +15,7 @@ from dspine_cuda.training.hybrid_config import load_pretrain_config
 
 
 def main() -> int:
+    """Run; bad input is one line on stderr and exit code 2."""
     parser = argparse.ArgumentParser(description="Pretrain hybrid-tiny; the last line of output is one JSON object.")
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value, over the file")

@@ -29,7 +29,7 @@ def test_folders_that_are_no_models(tmp_path):
     with pytest.raises(CheckpointError, match="holds no config.json"):
         models.resolve_model(str(tmp_path))
     (tmp_path / "weights.gguf").write_text("")
-    with pytest.raises(CheckpointError, match="is a file: expected 'smollm2', a folder, or a hub id"):
+    with pytest.raises(CheckpointError, match="is a file: expected 'smollm2', 'hybrid-tiny', a folder, or a hub id"):
         models.resolve_model(str(tmp_path / "weights.gguf"))
 
 
