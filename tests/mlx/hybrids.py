@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -91,6 +93,14 @@ def started(target: HybridTarget, prompt: list[int], capacity: int = 64, chunk: 
 
 def verify(target: HybridTarget, cache: Any, block: list[int], w: int | None = None) -> Any:
     return target.finish(cache, target.begin(cache, ids([block])), w or len(block))
+
+
+def forked(cache: Any) -> Any:
+    """An independent copy of a cache, pending tokens included (slice assignment writes into the array object itself)."""
+    layers = [copy(layer) for layer in cache.layers]
+    for layer in layers:
+        layer.keys, layer.values = layer.keys[...], layer.values[...]
+    return replace(cache, layers=layers)
 
 
 def contents(cache: Any) -> list[np.ndarray]:
