@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from dspine.common.errors import BackendError
+from dspine.common.memory import DeviceMemory
 from dspine.common.parity.backends import ParityBackend
 from dspine.common.protocols import Availability, Drafter, Target
 
@@ -53,6 +54,15 @@ class TorchRuntime:
         import torch
 
         return torch.cuda.get_device_name(device)
+
+    def device_memory(self, device: str) -> DeviceMemory | None:
+        """Free and total memory of a CUDA device; None for the CPU."""
+        if not device.startswith("cuda"):
+            return None
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(total, free, "free device memory")
 
     def parity_backends(self) -> list[ParityBackend]:
         """`torch-ops` and `triton`, each skipped with a reason where it cannot run."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspine.common.errors import BackendError
+from dspine.common.memory import DeviceMemory
 from dspine.common.parity.backends import ParityBackend
 from dspine.common.protocols import Availability
 
@@ -53,6 +54,17 @@ class MlxRuntime:
         import mlx.core as mx
 
         return str(mx.device_info(mx.gpu).get("device_name", device))
+
+    def device_memory(self, device: str) -> DeviceMemory | None:
+        """What Metal recommends as the largest working set, or a CUDA device's memory; None for the CPU."""
+        if device == "cpu":
+            return None
+        import mlx.core as mx
+
+        facts = mx.device_info(mx.gpu)
+        total = int(facts.get("memory_size") or facts.get("total_memory") or 0)
+        working = int(facts.get("max_recommended_working_set_size") or facts.get("free_memory") or total)
+        return DeviceMemory(total, working, "recommended working set" if device == "metal" else "free device memory")
 
     def parity_backends(self) -> list[ParityBackend]:
         """`mlx-ops` and `metal`, each skipped with a reason where it cannot run."""

@@ -34,15 +34,16 @@ def info() -> None:
     console = Console(highlight=False)
     rows = [("python", f"{platform.python_version()} on {sys.platform} {platform.machine()}")]
     rows += [(package, installed_version(package)) for package in _PACKAGES]
-    console.print(_table("Versions", rows))
-    console.print(_table("Runtimes", [*_runtime_rows(), ("auto", _auto_line())]))
+    console.print(titled_table("Versions", rows))
+    console.print(titled_table("Runtimes", [*_runtime_rows(), ("auto", _auto_line())]))
     kernels = sorted(kernel_report().items())
     fallback = "all operations run the core's own code" if not kernels else "every other operation runs the core's own code"
-    console.print(_table(f"Kernels (DSPINE_KERNELS={kernel_choice()})", [*kernels, ("reference", fallback)]))
-    console.print(_table("Models", [("cache", str(cache_folder())), *_embedded_rows()]))
+    console.print(titled_table(f"Kernels (DSPINE_KERNELS={kernel_choice()})", [*kernels, ("reference", fallback)]))
+    console.print(titled_table("Models", [("cache", str(cache_folder())), *_embedded_rows()]))
 
 
-def _table(title: str, rows: list[tuple[str, str]]) -> Table:
+def titled_table(title: str, rows: list[tuple[str, str]]) -> Table:
+    """Rows of (name, text) under a title, nothing of them read as markup."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

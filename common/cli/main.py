@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dspine.common.cli import calibrate as calibrate_command
+from dspine.common.cli import doctor as doctor_command
 from dspine.common.cli import generate as generate_command
 from dspine.common.cli import info as info_command
 from dspine.common.cli import parity as parity_command
@@ -47,6 +48,7 @@ def build_app() -> typer.Typer:
     app.command("calibrate")(command_from(calibrate_command.CalibrateOptions, calibrate_command.calibrate_command))
     app.command("prepare")(_prepare)
     app.command("info")(info_command.info)
+    app.command("doctor")(doctor_command.doctor)
     app.command("parity")(parity_command.parity)
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         _add_lazy(app, point)

@@ -45,6 +45,9 @@ class ToyRuntime:
     def accelerator(self, device: str) -> str:
         return ""
 
+    def parity_backends(self) -> list:
+        return []
+
     def load_target(self, folder: Path, *, device: str, dtype: str) -> ToyTarget:
         vocab = len(load_tokenizer(folder).backend)
         return ToyTarget(logits_of(vocab), vocab, context=CONTEXT)
