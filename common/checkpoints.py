@@ -26,6 +26,7 @@ _DTYPES = {
     "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8, "BOOL": np.bool_,
 }  # fmt: skip
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_SCALED_EMBEDDINGS = ("gemma", "granite", "minicpm")
 CODES, READY = "transfer_codes", "transfer_ready"
 BASIS = ("transfer_eigenvectors", "transfer_eigenvalues", "transfer_mean")
 
@@ -266,6 +267,11 @@ def check_pair(config: DrafterConfig, info: Any, where: str) -> None:
     for name, draft, target in facts:
         if draft != target:
             raise CheckpointError(f"{where}: drafter made for another target: its {name} is {draft}, {info.name} has {target}")
+    if config.input_embedding_scale != 1.0 and info.model_type.startswith(_SCALED_EMBEDDINGS):
+        raise CheckpointError(
+            f"{where}: input_embedding_scale {config.input_embedding_scale} is meant for raw embeddings, but {info.model_type} "
+            "scales its own; this pair is not run"
+        )
     if config.mask_token_id in info.eos_token_ids:
         raise CheckpointError(
             f"{where}: mask_token_id {config.mask_token_id} is a stop token of {info.name}; a mask row must not end a text"

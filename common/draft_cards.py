@@ -176,18 +176,12 @@ def _from_speculators(data: dict[str, Any], where: str) -> dict[str, Any]:
     method = str(data.get("speculators_model_type") or "")
     names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
     known = (data.get("architectures") or [""])[0]
-    architecture = names.get(method) or SPECULATORS.get(known)
+    architecture = names.get(method) if method else SPECULATORS.get(known)
     if architecture is None:
         raise CheckpointError(f"{where}: speculators model {method or known!r} is not run; known: {', '.join(names)}")
     taps = data.get("aux_hidden_state_layer_ids")
     if not isinstance(taps, list) or not all(isinstance(i, int) and i >= 1 for i in taps):
         raise CheckpointError(f"{where}: aux_hidden_state_layer_ids must list integers of at least 1, got {taps!r}")
-    size, vocab = data.get("draft_vocab_size"), layers.get("vocab_size")
-    if size != vocab:
-        raise CheckpointError(
-            f"{where}: the drafter has a vocabulary of its own ({size} of {vocab} tokens, maps d2t/t2d); only drafters over "
-            "the target's whole vocabulary are run. Train with draft_vocab_size equal to the target's"
-        )
     keys = ("block_size", "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
             "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")  # fmt: skip
     nested = {key: data[key] for key in keys if data.get(key) is not None}
@@ -199,6 +193,7 @@ def _from_speculators(data: dict[str, Any], where: str) -> dict[str, Any]:
     whole = data.get("sliding_window_non_causal")
     flat = {**layers, "architectures": [architecture], "dflash_config": nested, "speculators": True}
     flat["is_causal"] = False if (architecture == "DFlash2DraftModel" if whole is None else whole) else None
+    flat["draft_vocab_size"] = data.get("draft_vocab_size", 32000)
     flat["target_hidden_size"] = data.get("target_hidden_size")
     return flat
 
@@ -266,6 +261,12 @@ def dspark_config(card: Card) -> DSparkConfig:
 
 def check_fields(card: Card) -> None:
     """Refuse keys that ask for something this version does not do; name keys it does not know in one warning."""
+    own, vocab = card.optional("draft_vocab_size", None), card.data.get("vocab_size")
+    if own not in (None, vocab):
+        raise card.error(
+            f"the drafter has a vocabulary of its own (draft_vocab_size {own}, vocab_size {vocab}); only drafters over the "
+            "target's whole vocabulary are run"
+        )
     form = card.data.get("quantization_config")
     if form is not None and form != card.data.get("quantization"):
         name = form.get("quant_method") if isinstance(form, dict) else form

@@ -20,6 +20,7 @@ from dspine.common.checkpoints import DraftTensors, check_pair, expected_tensors
 from dspine.common.configs import DrafterConfig, load_drafter_config
 from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights, inject
+from dspine.common.mask_embedding import read_mask_embedding
 from dspine.common.proposing import DraftParts, make_proposal, own_scale, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.rope import rope_tables
@@ -283,7 +284,7 @@ class TorchDrafter:
 
     def _run(self, cache: DraftCache, anchor: Tensor) -> tuple[BlockStates, Tensor | None]:
         ids = torch.cat([anchor[:, None], self._mask_row.expand(anchor.shape[0], -1)], dim=1)
-        embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype)
+        embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype) * self.config.input_embedding_scale
         if self._mask_embedding is not None:
             embeddings[:, 1:] = self._mask_embedding
         start, stop = cache.length, cache.length + self.config.query_rows
@@ -333,4 +334,9 @@ def load_drafter(folder: Path, target: Any) -> TorchDrafter:
     tensors.finish()
     model.requires_grad_(False)
     target.bind_features(config.target_layer_ids)
-    return TorchDrafter(model, target, {"method": config.method, "block_size": config.block_size, "folder": str(folder)})
+    drafter = TorchDrafter(model, target, {"method": config.method, "block_size": config.block_size, "folder": str(folder)})
+    row = read_mask_embedding(Path(folder), config)
+    if row is not None:
+        drafter.use_mask_embedding(torch.from_numpy(row))
+        drafter.info["mask_embedding"] = "trained"
+    return drafter
