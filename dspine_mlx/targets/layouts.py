@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import qwen3_5_moe
 
+from dspine.common.errors import CheckpointError
+
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _FLAT_ROPE = ("qwen3_next", "qwen3_moe")  # mlx-lm wants their rotary facts outside `rope_parameters`
 
@@ -24,10 +26,24 @@ def load_options(card: dict[str, Any]) -> dict[str, Any]:
         if rope.get("rope_type", "default") != "default":
             facts["rope_scaling"] = rope
         changes |= {key: value for key, value in facts.items() if card.get(key) is None and value is not None}
+    if kind == "qwen3_moe":
+        _refuse_scaled_rope(card)
+        if card.get("num_experts") is None and card.get("num_local_experts") is not None:  # transformers 5 again
+            changes["num_experts"] = card["num_local_experts"]
     options: dict[str, Any] = {"model_config": changes} if changes else {}
     if kind == "qwen3_5_moe":
         options["get_model_classes"] = lambda config: (AnyExperts, qwen3_5_moe.ModelArgs)
     return options
+
+
+def _refuse_scaled_rope(card: dict[str, Any]) -> None:
+    rope = card.get("rope_parameters") or card.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise CheckpointError(
+            f"config.json: rotary scaling {kind!r} of a qwen3_moe model, which mlx-lm leaves out (other logits); "
+            "expected none; remove it for the model's own context, or use --backend torch"
+        )
 
 
 class AnyExperts(qwen3_5_moe.Model):

@@ -34,9 +34,9 @@ def load_target(folder: Path, *, dtype: str = "auto") -> PlainTarget:
         hint = "; float16 is never used: residuals of real models overflow it" if dtype == "float16" else ""
         raise DSpineError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}{hint}")
     folder = Path(folder)
-    card = read_config(folder)
+    options = load_options(read_config(folder))
     try:
-        model, config = load_model(folder, lazy=True, **load_options(card))
+        model, config = load_model(folder, lazy=True, **options)
         quantized = _quantization(config) is not None
         chosen, note = choose_dtype(dtype, _stored_dtype(model), quantized=quantized, experts=has_float_experts(model))
         cast(model, chosen)
