@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from dspine.common.acceptance import (
 from dspine.common.arrays import array_namespace, astype
 from dspine.common.configs import CONDITIONAL
 from dspine.common.errors import DSpineError
+from dspine.common.logprobs import TokenLogprobs, token_logprobs
 from dspine.common.protocols import Drafter, DraftRequest, LengthPolicy, Proposal, Target
 from dspine.common.sampling import ACCEPT, DRAFT, DRAW, SamplingParams, penalise, sample_index, token_probabilities, uniforms
 from dspine.common.selection.policies import StaticPolicy
@@ -43,7 +44,8 @@ class DecodingParams:
 
     acceptance: `auto` is `greedy` at temperature 0, else `rejection` for drafters whose draws are conditional
     and `point-mass` for the others. `break_even`: tokens a round below which, over 50 rounds, drafting stops for the
-    rest of the request (0 never stops it). `request` keys the uniforms together with the seed.
+    rest of the request (0 never stops it). `request` keys the uniforms together with the seed. `top_logprobs`: events carry
+    log-probabilities, with this many of the most likely tokens (None: no log-probabilities).
     """
 
     max_tokens: int = 256
@@ -53,6 +55,7 @@ class DecodingParams:
     request: int = 0
     prefill_chunk: int = 512
     break_even: float = 1.1
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -69,6 +72,31 @@ class TokenEvent:
     drafted: bool
     finish_reason: str | None
     stats: Statistics
+    logprobs: TokenLogprobs | None = None
+
+
+class LogitsRule(Protocol):
+    """Shapes the target's logits after penalties, before acceptance: a bias, a grammar. Its state follows emitted tokens."""
+
+    needs_drafts: bool  # whether `apply` reads the drafts: one host read more a round
+
+    def apply(self, logits: Any, drafts: Sequence[int]) -> Any:
+        """logits float32 [1, w, V]; row i follows everything emitted and then drafts[:i]. Rows behind a draft that row i
+        forbids are never used. `drafts` is empty unless `needs_drafts`."""
+        ...
+
+    def emitted(self, tokens: Sequence[int]) -> None:
+        """These tokens have become part of the answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """One step of a loop: its events (none while the prompt is being read), the drafts verified, and how many stayed."""
+
+    events: list[TokenEvent] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    accepted: int = 0
 
 
 def resolve_acceptance(rule: str, sampling: SamplingParams, drafter: Drafter | None, policy: LengthPolicy) -> str:
@@ -96,10 +124,23 @@ def decode(
 
 class DecodingLoop:
     """State of one sequence. Invariant: `target` and `drafter` caches hold prompt + output without the anchor, which is
-    the newest emitted token and not yet processed."""
+    the newest emitted token and not yet processed.
+
+    `step` does the next piece of work; a batched driver uses the parts of a round instead: `round_limit`, `draft_request`,
+    `judge`, `settle`. rules: see `LogitsRule`. watch: called with every emitted token in order, before anything is
+    committed; true ends the text at that token (stop strings), so nothing behind it is counted or cached.
+    """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, prompt: Sequence[int], params: DecodingParams, policy: LengthPolicy
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        prompt: Sequence[int],
+        params: DecodingParams,
+        policy: LengthPolicy,
+        *,
+        rules: Sequence[LogitsRule] = (),
+        watch: Callable[[int], bool] | None = None,
     ) -> None:
         context = target.info.context_length
         if not len(prompt):
@@ -109,6 +150,7 @@ class DecodingLoop:
                 f"the prompt has {len(prompt)} tokens, the context of {target.info.name} holds {context}: shorten it"
             )
         self.target, self.drafter, self.policy, self.params = target, drafter, policy, params
+        self.rules, self.watch = tuple(rules), watch
         self.prompt = np.asarray(prompt, dtype=np.int32)
         self.rule = resolve_acceptance(params.acceptance, params.sampling, drafter, policy)
         self.room = min(params.max_tokens, context - len(prompt))
@@ -118,6 +160,8 @@ class DecodingLoop:
         self.cache = target.make_cache(capacity)
         self.draft_cache = drafter.make_cache(capacity) if drafter is not None else None
         self.anchor = 0
+        self.finish_reason: str | None = None
+        self._read = 0  # prompt tokens in the caches
         self._recent: deque[int] = deque(maxlen=BREAK_EVEN_ROUNDS)
         self._counts = self._output_counts = None
         if params.sampling.penalised:
@@ -126,78 +170,124 @@ class DecodingLoop:
 
     def run(self) -> Iterator[TokenEvent]:
         """The one loop: prefill, then rounds until something ends it."""
+        while self.finish_reason is None:
+            yield from self.step().events
+
+    def step(self) -> Round:
+        """The next chunk of the prompt, or the next round."""
         started = perf_counter()
-        first = self._prefill()
-        self.stats.prefill_seconds = perf_counter() - started
-        self.stats.generated_tokens = 1
-        yield from self._events([first], 0)
-        while not self._finish_reason(self.anchor):
-            started = perf_counter()
-            emitted, accepted = self._round()
+        if self.reading_prompt:
+            result = self._prefill()
+            self.stats.prefill_seconds += perf_counter() - started
+        else:
+            result = self._round()
             self.stats.decode_seconds += perf_counter() - started
-            yield from self._events(emitted, accepted)
+        return result
 
-    def _events(self, emitted: list[int], accepted: int) -> Iterator[TokenEvent]:
+    @property
+    def reading_prompt(self) -> bool:
+        """Whether the next step is a chunk of the prompt."""
+        return self._read < len(self.prompt)
+
+    @property
+    def committed(self) -> int:
+        """Tokens in the caches."""
+        return self._read + max(self.stats.generated_tokens - 1, 0)
+
+    def reuse(self, count: int) -> None:
+        """The caller has filled both caches with the first `count` prompt tokens (a prefix cache); one must be left to read."""
+        if not 0 <= count < len(self.prompt) or self._read:
+            raise DSpineError(f"reuse of {count} tokens: expected less than the prompt's {len(self.prompt)}, before it is read")
+        self._read = self.stats.cached_tokens = count
+
+    def settle(self, drafts: list[int], accepted: int, next_token: int, logits: Any) -> Round:
+        """A verdict becomes events: cut at `max_tokens`, stop ids and `watch`; counts and rules follow what is left.
+
+        logits float32 [1, w, V] of the block, as the target gave them. The caller commits len(events) tokens to both caches.
+        """
+        emitted = [*drafts[:accepted], next_token][: self.room - self.stats.generated_tokens]
+        stop = next((i for i, token in enumerate(emitted) if self._ends(token)), None)
+        if stop is not None:
+            emitted = emitted[: stop + 1]
+        accepted = min(accepted, len(emitted))
+        self._count(emitted)
+        for rule in self.rules:
+            rule.emitted(emitted)
+        if self.stats.generated_tokens:
+            self.stats.add_round(len(drafts), accepted, len(emitted))
+        else:
+            self.stats.generated_tokens = 1  # the prefill's token belongs to no round
+        full = "length" if self.stats.generated_tokens >= self.room else None
+        self.finish_reason = "stop" if stop is not None else full
         self.anchor = emitted[-1]
+        found: list[TokenLogprobs | None] = [None] * len(emitted)
+        if self.params.top_logprobs is not None:
+            found = [*token_logprobs(self.target.arrays, logits[:, : len(emitted)], emitted, self.params.top_logprobs)]
         last = len(emitted) - 1
-        for i, token in enumerate(emitted):
-            yield TokenEvent(token, i < accepted, self._finish_reason(token) if i == last else None, self.stats)
+        events = [
+            TokenEvent(token, i < accepted, self.finish_reason if i == last else None, self.stats, found[i])
+            for i, token in enumerate(emitted)
+        ]
+        if drafts:
+            self._watch_break_even(len(emitted))
+        return Round(events, drafts, accepted)
 
-    def _finish_reason(self, token: int) -> str | None:
-        if token in self.params.stop_ids:
-            return "stop"
-        return "length" if self.stats.generated_tokens >= self.room else None
+    def _ends(self, token: int) -> bool:
+        watched = self.watch is not None and self.watch(token)
+        return watched or token in self.params.stop_ids
 
-    def _prefill(self) -> int:
-        """Chunks of the prompt through the target; features are projected at once and not kept. Returns the first token."""
-        logits = None
-        for start in range(0, len(self.prompt), self.params.prefill_chunk):
-            part = self.prompt[None, start : start + self.params.prefill_chunk]
-            result = self.target.prefill(self.cache, self.target.arrays.to_device(part), chunk=self.params.prefill_chunk)
-            logits = result.logits
-            if self.drafter is not None:
-                self.drafter.commit(self.draft_cache, result.features)
-        xp = array_namespace(logits)
-        block = self.target.arrays.to_device(np.zeros((1, 1), dtype=np.int32))
-        verdict = self._judge(xp.expand_dims(logits, axis=1), block, None)
-        token = int(self.target.arrays.to_host(verdict.next_token)[0][0])
-        self._count([token])
-        return token
+    def _prefill(self) -> Round:
+        """One chunk of the prompt through the target; features are projected at once and not kept. The last one settles the
+        first token."""
+        chunk = self.params.prefill_chunk
+        part = self.prompt[None, self._read : self._read + chunk]
+        result = self.target.prefill(self.cache, self.target.arrays.to_device(part), chunk=chunk)
+        if self.drafter is not None:
+            self.drafter.commit(self.draft_cache, result.features)
+        self._read += part.shape[1]
+        if self.reading_prompt:
+            return Round()
+        xp = array_namespace(result.logits)
+        logits = xp.expand_dims(result.logits, axis=1)
+        verdict = self.judge(logits, self.target.arrays.to_device(np.zeros((1, 1), dtype=np.int32)), None)
+        return self.settle([], 0, int(self.target.arrays.to_host(verdict.next_token)[0][0]), logits)
 
-    def _round(self) -> tuple[list[int], int]:
-        """One round; returns the emitted tokens and how many of them were drafts."""
-        committed = len(self.prompt) + self.stats.generated_tokens - 1
-        limit = min(self.room - self.stats.generated_tokens, self.target.info.context_length - committed)
+    def round_limit(self) -> int:
+        """Input tokens that this round may verify at most, the anchor included."""
+        generated = self.stats.generated_tokens
+        return min(self.room - generated, self.target.info.context_length - (len(self.prompt) + generated - 1))
+
+    def _round(self) -> Round:
+        """One round of this sequence alone."""
+        limit = self.round_limit()
         started = perf_counter()
         anchor = self.target.arrays.to_device(np.array([self.anchor], dtype=np.int32))
         proposal = self._propose(anchor, limit)
         drafted = perf_counter()
         tokens, accepted, next_token, verification = self._verify(anchor, proposal, limit)
-        emitted = [*tokens[:accepted], next_token][: self.room - self.stats.generated_tokens]
-        stop = next((i for i, token in enumerate(emitted) if token in self.params.stop_ids), len(emitted) - 1)
-        emitted = emitted[: stop + 1]
-        accepted = min(accepted, len(emitted))
-        self.target.commit(self.cache, verification, len(emitted))
-        self._count(emitted)
+        drafter = self.drafter  # `settle` may switch drafting off
+        result = self.settle(tokens, accepted, next_token, verification.logits)
+        self.target.commit(self.cache, verification, len(result.events))
         verified = perf_counter()
-        if self.drafter is not None:
-            self.drafter.commit(self.draft_cache, verification.features[:, : len(emitted)])
+        if drafter is not None:
+            drafter.commit(self.draft_cache, verification.features[:, : len(result.events)])
+        if self.drafter is None:
+            self.draft_cache = None
         self.stats.draft_seconds += drafted - started + perf_counter() - verified
         self.stats.verify_seconds += verified - drafted
-        self.stats.add_round(len(tokens), accepted, len(emitted))
-        if tokens:
-            self._watch_break_even(len(emitted))
-        return emitted, accepted
+        return result
+
+    def draft_request(self) -> DraftRequest:
+        """How the next draft of this sequence is to be made."""
+        temperature = self.params.sampling.temperature if self.rule == "rejection" else 0.0
+        draws = self._uniforms(self.drafter.config.num_proposals)[DRAFT] if temperature > 0 else None  # type: ignore[union-attr]
+        return DraftRequest(temperature, draws, self.policy.needs_signals)
 
     def _propose(self, anchor: Any, limit: int) -> Proposal | None:
         """A block of drafts, or None where this round decodes plainly."""
         if self.drafter is None or limit < 2:
             return None
-        temperature = self.params.sampling.temperature if self.rule == "rejection" else 0.0
-        draws = None
-        if temperature > 0:
-            draws = self._uniforms(self.drafter.config.num_proposals)[DRAFT]
-        proposal = self.drafter.propose(self.draft_cache, anchor, DraftRequest(temperature, draws, self.policy.needs_signals))
+        proposal = self.drafter.propose(self.draft_cache, anchor, self.draft_request())
         if self.policy.needs_signals and proposal.confidence is not None and proposal.entropy is not None:
             finite, confidence, entropy = self.target.arrays.to_host(proposal.finite, proposal.confidence, proposal.entropy)
             proposal = replace(proposal, confidence=confidence, entropy=entropy)
@@ -205,12 +295,16 @@ class DecodingLoop:
             (finite,) = self.target.arrays.to_host(proposal.finite)
         if bool(finite.all()):
             return proposal
+        self.note_non_finite()
+        return None
+
+    def note_non_finite(self) -> None:
+        """A draft was not finite: count it, and say so once."""
         self.stats.non_finite_drafts += 1
         if self.stats.non_finite_drafts == 1:
             logger.warning(
                 "draft logits are not finite (an activation overflowed; is this float16?): such rounds decode plainly"
             )
-        return None
 
     def _verify(self, anchor: Any, proposal: Proposal | None, limit: int) -> tuple[list[int], int, int, Any]:
         """Target over [anchor, drafts...]; returns (drafts verified, accepted, the target's token, verification)."""
@@ -231,16 +325,21 @@ class DecodingLoop:
             length = self.policy.correct(seen, nominal, min(limit, upper))
         verification = self.target.finish(self.cache, stage, length)
         block = block[:, :length]
-        verdict = self._judge(verification.logits, block, proposal)
+        verdict = self.judge(verification.logits, block, proposal)
         host = self.target.arrays.to_host(block, verdict.accepted, verdict.next_token)
         return [int(t) for t in host[0][0, 1:]], int(host[1][0]), int(host[2][0]), verification
 
-    def _judge(self, logits: Any, block: Any, proposal: Proposal | None) -> Verdict:
+    def judge(self, logits: Any, block: Any, proposal: Proposal | None) -> Verdict:
         """Acceptance of the drafts block[:, 1:] under this request's rule."""
         sampling, draft = self.params.sampling, block[:, 1:]
         if self._counts is not None:
             counts, output = (self.target.arrays.to_device(c) for c in (self._counts, self._output_counts))
             logits = penalise(logits, block, counts, output, sampling)
+        if self.rules:
+            read = draft.shape[1] > 0 and any(rule.needs_drafts for rule in self.rules)
+            tokens = self.target.arrays.to_host(draft)[0][0].tolist() if read else []
+            for rule in self.rules:
+                logits = rule.apply(logits, tokens)
         limit = self.target.arrays.to_device(np.array([draft.shape[1]], dtype=np.int32))
         if self.rule == "greedy":
             return accept_greedy(logits, draft, limit)
@@ -276,4 +375,4 @@ class DecodingLoop:
             )
             self.stats.drafting_disabled = reason
             logger.warning("drafting is off for the rest of this request: %s", reason)
-            self.drafter = self.draft_cache = None
+            self.drafter = None

@@ -15,6 +15,7 @@ class Statistics:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt: taken from a prefix cache instead of being computed
     generated_tokens: int = 0
     rounds: int = 0
     plain_rounds: int = 0
@@ -69,6 +70,7 @@ class Statistics:
         """Plain JSON values, derived figures included."""
         return {
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "generated_tokens": self.generated_tokens,
             "rounds": self.rounds,
             "plain_rounds": self.plain_rounds,
