@@ -5,28 +5,101 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dspine.common.errors import DSpineError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train and measure drafters.")
+
+class _RunByDefault(TyperGroup):
+    """`train CONFIG ...` is `train run CONFIG ...`: only the other subcommands must be named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
 
 
-@app.command("train")
+_PLAIN = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}
+app = typer.Typer(**_PLAIN, help="Train and measure drafters.")
+train_app = typer.Typer(
+    **_PLAIN,
+    cls=_RunByDefault,
+    help="Train a drafter: `train CONFIG [section.key=value ...]`. Make its data first: `train data FOLDER`.",
+)
+app.add_typer(train_app, name="train")
+
+
+@train_app.command("run")
 def train_command(
     config: Annotated[Path, typer.Argument(help="YAML file with sections model, data, loss, schedule, optimizer, run.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the file.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in run.output_dir.")] = False,
 ) -> None:
-    """Train a DSpine or DFlash drafter; the last line of output is one JSON object."""
+    """Train a drafter; the last line of output is one JSON object."""
     from dspine_cuda.training.config import load_train_config
 
     settings = load_train_config(config, overrides or [])
     from dspine_cuda.training.loop import train
 
     typer.echo(json.dumps(train(settings, resume)))
+
+
+@train_app.command("data")
+def data_command(
+    output: Annotated[Path, typer.Argument(help="Folder for the shards; the same command again goes on where it stopped.")],
+    model: Annotated[str, typer.Option("--model", help="Target: name, hub id or folder.")] = "smollm2",
+    prompts: Annotated[
+        list[Path] | None, typer.Option("--prompts", help="Prompt file (JSONL, JSON, text); repeatable.")
+    ] = None,
+    exclude: Annotated[
+        list[Path] | None, typer.Option("--exclude", help="Evaluation prompts that must not be trained on; repeatable.")
+    ] = None,
+    self_prompts: Annotated[int, typer.Option("--self-prompts", help="Prompts that the target writes itself.")] = 0,
+    prompt_temperature: Annotated[list[float] | None, typer.Option("--prompt-temperature", help="Default: 0.8, 1.0.")] = None,
+    greedy_share: Annotated[float, typer.Option("--greedy-share", help="Share of answers at temperature 0.")] = 0.6,
+    temperature: Annotated[float, typer.Option("--temperature", help="Of the other answers.")] = 0.8,
+    max_prompt_tokens: Annotated[int, typer.Option("--max-prompt-tokens", help="With the chat template.")] = 320,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of an answer.")] = 448,
+    shard_size: Annotated[int, typer.Option("--shard-size", help="Conversations a shard.")] = 4096,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences at a time; default: what fits.")] = None,
+    device: Annotated[str, typer.Option("--device")] = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
+    progress: Annotated[bool, typer.Option("--progress/--no-progress")] = True,
+) -> None:
+    """Make training data for a target without a data set: its prompts, its answers; npz shards for `data.path`."""
+    from dspine_cuda.training.recipe import Recipe, RecipeSettings
+
+    settings = RecipeSettings(
+        model=model,
+        prompts=tuple(str(path) for path in prompts or ()),
+        exclude=tuple(str(path) for path in exclude or ()),
+        self_prompts=self_prompts,
+        prompt_temperatures=tuple(prompt_temperature or RecipeSettings.prompt_temperatures),
+        greedy_share=greedy_share,
+        temperature=temperature,
+        max_prompt_tokens=max_prompt_tokens,
+        max_tokens=max_tokens,
+        shard_size=shard_size,
+        seed=seed,
+    )
+    typer.echo(json.dumps(Recipe(settings, output, device=device, dtype=dtype, batch=batch, progress=progress).run()))
+
+
+@train_app.command("export-data")
+def export_data_command(
+    data: Annotated[Path, typer.Argument(help="npz shards, one npz file or a JSONL file.")],
+    output: Annotated[Path, typer.Argument(help="JSONL file to write.")],
+    model: Annotated[str, typer.Option("--model", help="Target: name, hub id or folder.")] = "smollm2",
+    text: Annotated[bool, typer.Option("--text", help="Preformatted texts instead of input_ids and loss_mask.")] = False,
+) -> None:
+    """Write training data in SpecForge's form: pre-tokenised rows, or preformatted texts."""
+    from dspine_cuda.training.data import export_specforge
+
+    typer.echo(json.dumps({"rows": export_specforge(data, output, model, text), "file": str(output)}))
 
 
 @app.command("eval")

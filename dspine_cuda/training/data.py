@@ -1,13 +1,14 @@
 """Conversations as token ids, and how they are packed into rows.
 
-Two sources: npz shards (`tokens`, `lengths`, `prompt_lengths`, `greedy`) and conversations JSONL (the target's chat
-template; assistant turns are supervised). Order is a function of (seed, epoch) alone, so a position in the stream is two
-integers and a resumed run sees the very same rows.
+Two sources: npz shards (`tokens`, `lengths`, `prompt_lengths`, `greedy`) and SpecForge's JSONL rows (`formats.py`; with
+the target's chat template, assistant turns are supervised). Order is a function of (seed, epoch) alone, so a position in
+the stream is two integers and a resumed run sees the very same rows.
 """
 
 from __future__ import annotations
 
-import json
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ from typing import Any
 import numpy as np
 
 from dspine.common.errors import DSpineError
+from dspine.common.models import resolve_model
+from dspine.common.tokenizer import load_tokenizer
+from dspine_cuda.training.files import write_jsonl
+from dspine_cuda.training.formats import export_rows, normal_messages, read_rows, tokens_of_ids, tokens_of_text
 from dspine_cuda.training.masks import NO_DOCUMENT
 
 _SHARD_KEYS = ("tokens", "lengths", "prompt_lengths")
@@ -63,7 +68,7 @@ def load_conversations(path: Path | str, tokenizer: Callable[[], Any] | None = N
     if files[0].suffix == ".jsonl":
         if tokenizer is None:
             raise DSpineError(f"data.path {path}: conversations need the target's tokenizer")
-        return _read_jsonl(files[0], tokenizer())
+        return _read_jsonl(files[0], tokenizer)
     return [conversation for file in files for conversation in _read_shard(file)]
 
 
@@ -71,12 +76,14 @@ def _read_shard(path: Path) -> list[Conversation]:
     try:
         with np.load(path) as shard:
             arrays = {name: shard[name] for name in shard.files}
-    except (OSError, ValueError) as error:
-        raise DSpineError(f"{path}: not a readable npz shard ({error})") from error
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DSpineError(f"{path}: not a readable npz shard ({error}); delete it or have it made again") from error
     missing = [name for name in _SHARD_KEYS if name not in arrays]
     if missing:
         raise DSpineError(f"{path}: shard lacks {', '.join(missing)}; expected {', '.join(_SHARD_KEYS)} and greedy")
     tokens, lengths, prompts = (arrays[name] for name in _SHARD_KEYS)
+    if tokens.ndim != 1 or lengths.ndim != 1 or (lengths < 0).any():
+        raise DSpineError(f"{path}: tokens and lengths must be flat lists, lengths 0 or more")
     if int(lengths.sum()) != len(tokens) or len(prompts) != len(lengths):
         raise DSpineError(f"{path}: lengths add up to {int(lengths.sum())} tokens, the shard holds {len(tokens)}")
     greedy = arrays.get("greedy", np.zeros(len(lengths), dtype=bool))
@@ -87,27 +94,35 @@ def _read_shard(path: Path) -> list[Conversation]:
     ]
 
 
-def _read_jsonl(path: Path, tokenizer: Any) -> list[Conversation]:
-    conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DSpineError(f"{where}: not valid JSON ({error})") from error
-        messages = row.get("conversations") or row.get("messages") if isinstance(row, dict) else None
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages):
-            raise DSpineError(f"{where}: expected {{'conversations': [{{'role': ..., 'content': ...}}, ...]}}")
-        conversations.append(tokenize_conversation(messages, tokenizer, where, bool(row.get("greedy", False))))
+def _read_jsonl(path: Path, tokenizer: Callable[[], Any]) -> list[Conversation]:
+    """`tokenizer` is made at the first row that needs one."""
+    conversations, made = [], None
+    for where, row in read_rows(path):
+        if "input_ids" not in row and made is None:
+            made = tokenizer()
+        conversations.append(_conversation_of(row, made, where))
     if not conversations:
         raise DSpineError(f"{path}: no conversations in the file")
+    if not any(conversation.supervised.any() for conversation in conversations):
+        raise DSpineError(f"{path}: no supervised token in {len(conversations)} conversations (no assistant turn)")
     return conversations
+
+
+def _conversation_of(row: dict[str, Any], tokenizer: Any, where: str) -> Conversation:
+    greedy = bool(row.get("greedy", False))
+    if "input_ids" in row:
+        return Conversation(*tokens_of_ids(row, where), greedy)
+    if "text" in row:
+        return Conversation(*tokens_of_text(row["text"], tokenizer, where), greedy)
+    messages = normal_messages(row.get("conversations", row.get("messages")), where)
+    return tokenize_conversation(messages, tokenizer, where, greedy)
 
 
 def tokenize_conversation(messages: list[dict[str, str]], tokenizer: Any, where: str, greedy: bool = False) -> Conversation:
     """Chat template over the whole conversation; every assistant turn (its end token included) is supervised."""
+
+    if not getattr(tokenizer, "chat_template", True):
+        raise DSpineError(f"{where}: the target has no chat template; give input_ids with loss_mask instead")
 
     def render(count: int, prompt: bool) -> list[int]:
         text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
@@ -125,6 +140,18 @@ def tokenize_conversation(messages: list[dict[str, str]], tokenizer: Any, where:
             )
         supervised[len(before) : len(after)] = True
     return Conversation(np.asarray(ids), supervised, greedy)
+
+
+def export_specforge(source: Path, output: Path, model: str, as_text: bool) -> int:
+    """Write conversations in SpecForge's form (`formats.export_rows`); returns the number of rows."""
+    folder = resolve_model(model)
+    conversations = load_conversations(source, lambda: load_tokenizer(folder).backend)
+    decode = None
+    if as_text:
+        backend = load_tokenizer(folder).backend
+        decode = lambda ids: backend.decode(ids, clean_up_tokenization_spaces=False)  # noqa: E731
+    write_jsonl(output, export_rows(conversations, decode))
+    return len(conversations)
 
 
 def split_holdout(conversations: list[Conversation], holdout: int) -> tuple[list[Conversation], list[Conversation]]:

@@ -154,7 +154,7 @@ def evaluate_folder(
     dtype: str,
 ) -> dict[str, object]:
     """Acceptance of an exported drafter on the last `holdout` conversations of `data`."""
-    from dspine_cuda.training.loop import pick_device
+    from dspine_cuda.training.devices import pick_device
 
     if dtype not in ("bfloat16", "float32"):
         raise DSpineError(f"--dtype must be bfloat16 or float32, got {dtype!r}")

@@ -12,7 +12,7 @@ from dspine_cuda.drafter import DrafterModel
 from dspine_cuda.training.config import TrainConfig
 from dspine_cuda.training.export import TransferSpace
 from dspine_cuda.training.schedules import warmup_steps
-from dspine_cuda.training.target import FrozenTarget, TargetShape
+from dspine_cuda.training.target import DENSE_FAMILIES, FrozenTarget, TargetShape
 
 RANDOM_STD = 0.02
 HEAD_NORM_START = 2.0  # q/k norm weights where the target has none
@@ -114,6 +114,8 @@ def _start_injection(model: DrafterModel, space: TransferSpace, generator: torch
 def _from_target(model: DrafterModel, target: FrozenTarget, generator: torch.Generator) -> None:
     """Attention, MLP and norms of the target's last layers; the context enters as the last tap's features."""
     shape, source = model.config, target.shape
+    if source.model_type not in DENSE_FAMILIES:
+        raise DSpineError(f"model.init=target copies dense decoder layers, a {source.model_type} target has none: use random")
     first = source.num_layers - shape.num_layers
     ours = (shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     theirs = (source.intermediate_size, source.num_heads, source.num_kv_heads, source.head_dim)

@@ -6,12 +6,9 @@ import json
 import logging
 import queue
 import statistics
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +24,19 @@ from dspine_cuda.training.batches import Batch, make_batch
 from dspine_cuda.training.checkpointing import load_latest, save_checkpoint, trim_metrics
 from dspine_cuda.training.config import TrainConfig
 from dspine_cuda.training.data import RowStream, load_conversations, split_holdout
+from dspine_cuda.training.devices import pick_device
 from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
 from dspine_cuda.training.export import export_drafter, transfer_space_of
 from dspine_cuda.training.initial import drafter_config, initial_model, state_arrays
 from dspine_cuda.training.losses import LossSums, combine
 from dspine_cuda.training.optimizer import MasterOptimizer
+from dspine_cuda.training.progress import progress_bar
 from dspine_cuda.training.schedules import alignment_beta, learning_rate, replacement_probability
 from dspine_cuda.training.step import LossForward
 from dspine_cuda.training.target import load_frozen_target, load_tokenizer
 
 log = logging.getLogger("dspine.training")
 PREFETCH = 4
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto`: CUDA where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BackendError(f"run.device is {name}, but torch sees no CUDA device here; use run.device=cpu")
-    return device
 
 
 class Prefetcher:
@@ -218,12 +207,12 @@ class Trainer:
         prefetch = Prefetcher(self.config, self.stream, self.step, pin=self.device.type == "cuda")
         meter = _Meter(self)
         try:
-            with _progress(schedule.max_steps, run.progress and self.leader) as advance:
+            with progress_bar(schedule.max_steps, run.progress and self.leader) as advance:
                 while self.step < schedule.max_steps and not self._out_of_time(meter):
                     batch, self.position = prefetch.next()
                     self._advance(batch, meter)
                     if self.step % run.log_every == 0 or self.step == schedule.max_steps:
-                        advance(self.step, meter.flush())
+                        advance(self.step, _line(meter.flush()))
                     if run.eval_every and self.step % run.eval_every == 0 and self.step < schedule.max_steps:
                         meter.pause(self.evaluate)
                     if self.step % run.checkpoint_every == 0:
@@ -377,28 +366,6 @@ class _Meter:
 
 def _line(row: dict[str, Any]) -> str:
     return f"loss {row['loss']:.3f}  ce {row['ce']:.3f}  {row['ms_per_step']:.0f} ms/step" if row else ""
-
-
-@contextmanager
-def _progress(total: int, show: bool) -> Iterator[Any]:
-    """A progress bar; yields advance(step, metrics row)."""
-    if not show:
-        yield lambda step, row: None
-        return
-    if not sys.stderr.isatty():
-        yield lambda step, row: sys.stderr.write(f"step {step}/{total}  {_line(row)}\n")
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-
-        def advance(step: int, row: dict[str, Any]) -> None:
-            bar.update(task, completed=step, description=_line(row))
-
-        yield advance
 
 
 def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The frozen target during training: a plain packed forward that returns features and the final-normed hidden states.
 
-Reads Llama and Qwen3 checkpoints by their Hugging Face names. Inference-shaped decoders (caches, graphs) live in
-`dspine_cuda/targets/`; here all that matters is throughput over packed rows with a document mask.
+Reads Llama and Qwen3 checkpoints by their Hugging Face names; Qwen3.5-MoE hybrids are in `hybrid_target`. Inference-shaped
+decoders (caches, graphs) live in `dspine_cuda/targets/`; here all that matters is throughput over packed rows with a document
+mask.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.protocols import TargetInfo
 from dspine.common.rope import rope_tables
 from dspine_cuda.drafter import rotate
+from dspine_cuda.training.hybrid_model import read_shape
+from dspine_cuda.training.hybrid_target import HYBRID_FAMILIES, HybridFrozenTarget, hybrid_facts, load_hybrid_target
 
-FAMILIES = ("llama", "qwen3")
+DENSE_FAMILIES = ("llama", "qwen3")
+FAMILIES = (*DENSE_FAMILIES, *HYBRID_FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ def target_shape(folder: Path) -> TargetShape:
     family = data.get("model_type")
     if family not in FAMILIES:
         raise DSpineError(f"{folder}: cannot train for a target of type {family!r}; known: {', '.join(FAMILIES)}")
+    if family in HYBRID_FAMILIES:
+        return TargetShape(**hybrid_facts(read_shape(folder)))
     rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
@@ -160,7 +166,16 @@ class FrozenTarget:
                 outputs[index] = x
         return torch.cat([outputs[tap] for tap in taps], dim=-1), self._norm(x, self.weights["norm.weight"])
 
-    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, layer: dict[str, Any]) -> Tensor:
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, positions: Tensor, attends: list[Callable[[Tensor, Tensor, Tensor], Tensor]]) -> Tensor:
+        """One token a row over caches that `attends` (one a layer: q, k, v -> mixed, [B, heads, T, hd]) holds: tokens and
+        positions int [B, T] -> final-normed hidden [B, T, H]."""
+        x, cos, sin = self.embedding[tokens], self._cos[positions], self._sin[positions]
+        for attend, layer in zip(attends, self._block_linears, strict=True):
+            x = self._layer(x, cos, sin, attend, layer)
+        return self._norm(x, self.weights["norm.weight"])
+
+    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, layer: dict[str, Any]) -> Tensor:
         x = x + self._attention(self._norm(x, layer["input_layernorm.weight"]), layer, cos, sin, mask)
         normed = self._norm(x, layer["post_attention_layernorm.weight"])
         gate = F.silu(F.linear(normed, layer["mlp.gate_proj.weight"]))
@@ -169,7 +184,7 @@ class FrozenTarget:
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.shape.rms_norm_eps)
 
-    def _attention(self, x: Tensor, layer: dict[str, Any], cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, layer: dict[str, Any], cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         heads = []
         for name, count in (("q", self.shape.num_heads), ("k", self.shape.num_kv_heads), ("v", self.shape.num_kv_heads)):
             part = F.linear(x, layer[f"self_attn.{name}_proj.weight"], layer[f"self_attn.{name}_proj.bias"])
@@ -178,7 +193,7 @@ class FrozenTarget:
             part = part if norm is None else self._norm(part, norm)
             heads.append(part.transpose(1, 2))
         query, key, value = rotate(heads[0], cos, sin), rotate(heads[1], cos, sin), heads[2]
-        mixed = masked_attention(query, key, value, mask)
+        mixed = mask(query, key, value) if callable(mask) else masked_attention(query, key, value, mask)
         return F.linear(mixed.transpose(1, 2).flatten(-2), layer["self_attn.o_proj.weight"], layer["self_attn.o_proj.bias"])
 
     def bind_features(self, layer_ids: Any) -> None:
@@ -201,9 +216,12 @@ class FrozenTarget:
         return self.head_matrix.float().cpu().numpy()
 
 
-def load_frozen_target(folder: Path, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
+def load_frozen_target(folder: Path, device: torch.device, dtype: torch.dtype) -> FrozenTarget | HybridFrozenTarget:
     """Load a target folder for training."""
-    return FrozenTarget(target_shape(folder), read_weights(folder), device, dtype, str(folder))
+    shape = target_shape(folder)
+    if shape.model_type in HYBRID_FAMILIES:
+        return load_hybrid_target(folder, shape, device, dtype)
+    return FrozenTarget(shape, read_weights(folder), device, dtype, str(folder))
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -1,0 +1,66 @@
+"""Files of training data: whole or absent, a full disk is one clear line, npz shards in the trainer's form."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dspine.common.errors import DSpineError
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> Path:
+    """Write beside `path`, flush to the disk, rename: a reader never sees half a file. Full disk: DSpineError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path.parent).free / 1e6
+        raise DSpineError(
+            f"disk full while writing {path} ({free:.0f} MB free); finished files are whole: free some space and run the "
+            f"same command again"
+        ) from error
+    return path
+
+
+def write_json(path: Path, content: Any) -> Path:
+    """One JSON document."""
+    data = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return write_whole(path, lambda file: file.write(data) and None)
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """One JSON value a line."""
+
+    def write(file: BinaryIO) -> None:
+        for row in rows:
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+
+    return write_whole(path, write)
+
+
+def write_shard(path: Path, rows: Sequence[tuple[np.ndarray, int, bool]], vocab_size: int) -> Path:
+    """rows: (tokens int [n], tokens before the answer, the answer is greedy) -> one npz shard (see `data.py`)."""
+    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+    empty = np.zeros(0, dtype=dtype)
+    arrays = {
+        "tokens": np.concatenate([empty, *(tokens.astype(dtype) for tokens, _, _ in rows)]),
+        "lengths": np.array([len(tokens) for tokens, _, _ in rows], dtype=np.int32),
+        "prompt_lengths": np.array([prompt for _, prompt, _ in rows], dtype=np.int32),
+        "greedy": np.array([greedy for _, _, greedy in rows], dtype=bool),
+    }
+    return write_whole(path, lambda file: np.savez_compressed(file, **arrays))
