@@ -54,7 +54,7 @@ class PackedRows:
 def load_conversations(path: Path | str, tokenizer: Callable[[], Any] | None = None) -> list[Conversation]:
     """Every conversation under `path`: a folder of npz shards (in name order), one shard, or one JSONL file.
 
-    `tokenizer` makes the target's Hugging Face tokenizer; it is called for JSONL only.
+    `tokenizer` makes the target's Hugging Face tokenizer; it is called for JSONL rows that are not token ids yet.
     """
     path = Path(path)
     if path.is_dir():
@@ -66,8 +66,6 @@ def load_conversations(path: Path | str, tokenizer: Callable[[], Any] | None = N
     else:
         raise DSpineError(f"data.path {path}: expected a folder of npz shards, an .npz or a .jsonl file")
     if files[0].suffix == ".jsonl":
-        if tokenizer is None:
-            raise DSpineError(f"data.path {path}: conversations need the target's tokenizer")
         return _read_jsonl(files[0], tokenizer)
     return [conversation for file in files for conversation in _read_shard(file)]
 
@@ -94,11 +92,13 @@ def _read_shard(path: Path) -> list[Conversation]:
     ]
 
 
-def _read_jsonl(path: Path, tokenizer: Callable[[], Any]) -> list[Conversation]:
+def _read_jsonl(path: Path, tokenizer: Callable[[], Any] | None) -> list[Conversation]:
     """`tokenizer` is made at the first row that needs one."""
     conversations, made = [], None
     for where, row in read_rows(path):
         if "input_ids" not in row and made is None:
+            if tokenizer is None:
+                raise DSpineError(f"{where}: a conversation needs the target's tokenizer")
             made = tokenizer()
         conversations.append(_conversation_of(row, made, where))
     if not conversations:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dspine.common.errors import DSpineError
-from dspine.common.tokenizer import Tokenizer
+from dspine.common.tokenizer import Tokenizer, encode_prompt
 
 SHAPES = "a string, or an object with messages, conversations, turns, prompt, question or instruction"
 _MARK = "\u241eUSER TURN\u241e"  # no template writes this
@@ -104,10 +104,12 @@ def _user_turns(messages: Any, where: str) -> tuple[list[str], str | None]:
 
 @dataclass(frozen=True)
 class UserTurn:
-    """Where the chat template lets a user begin: `opening` int [n], and the tokens that end the turn."""
+    """Where the chat template lets a user begin: `opening` int [n], the tokens that end the turn, and how many tokens the
+    template writes around the user's own in a prompt."""
 
     opening: np.ndarray
     ends: frozenset[int]
+    overhead: int
 
 
 def user_turn(tokenizer: Tokenizer) -> UserTurn:
@@ -126,7 +128,9 @@ def user_turn(tokenizer: Tokenizer) -> UserTurn:
     opening = tokenizer.encode(before)
     if not opening:
         raise DSpineError(f"the chat template in {tokenizer.folder} puts nothing before the user's text: use --prompts")
-    return UserTurn(np.array(opening), frozenset(tokenizer.stop_ids | set(tokenizer.encode(after)[:1])))
+    prompt = encode_prompt(tokenizer, [{"role": "user", "content": _MARK}], limit=1 << 30)
+    overhead = len(prompt) - len(tokenizer.encode(_MARK))
+    return UserTurn(np.array(opening), frozenset(tokenizer.stop_ids | set(tokenizer.encode(after)[:1])), overhead)
 
 
 def usable_prompt(text: str) -> bool:

@@ -54,11 +54,7 @@ class RecipeSettings:
             ("--self-prompts", self.self_prompts >= 0, "0 or more"),
             ("--greedy-share", 0 <= self.greedy_share <= 1, "0..1"),
             ("--temperature", 0 < self.temperature <= 10, "above 0, at most 10"),
-            (
-                "--prompt-temperature",
-                self.prompt_temperatures and all(0 < t <= 10 for t in self.prompt_temperatures),
-                "above 0",
-            ),
+            ("--prompt-temperature", bool(heats) and all(0 < heat <= 10 for heat in heats), "above 0, at most 10"),
             ("--max-prompt-tokens", self.max_prompt_tokens >= 8, "8 or more"),
             ("--max-tokens", self.max_tokens >= 2, "2 or more"),
             ("--shard-size", self.shard_size >= 1, "1 or more"),
@@ -109,9 +105,8 @@ class Recipe:
         started = time.perf_counter()
         encoded, dropped = self._encode(self.collect_prompts())
         if not encoded:
-            raise DSpineError(
-                f"no prompt is left: {dropped} are longer than --max-prompt-tokens {self.settings.max_prompt_tokens}"
-            )
+            limit = self.settings.max_prompt_tokens
+            raise DSpineError(f"no prompt is left: all {dropped} are longer than --max-prompt-tokens {limit}")
         made = self.answer(encoded)
         seconds = time.perf_counter() - started
         conversations = load_conversations(self.output)
@@ -159,12 +154,12 @@ class Recipe:
         path = self.output / "prompts" / f"round_{number:05d}.jsonl"
         if not path.is_file():
             settings, turn = self.settings, user_turn(self.tokenizer)
-            heats = settings.prompt_temperatures
+            heats, room = settings.prompt_temperatures, settings.max_prompt_tokens - turn.overhead
+            if room < 1:
+                raise DSpineError(f"--max-prompt-tokens must be above the chat template's own {turn.overhead} tokens")
             count = min(ROUND, max(64, 2 * settings.self_prompts))
-            jobs = (
-                Job(number * ROUND + i, turn.opening, settings.max_prompt_tokens, heats[i % len(heats)]) for i in range(count)
-            )
-            generator = self._generator(len(turn.opening) + settings.max_prompt_tokens, self.tokenizer.stop_ids | turn.ends)
+            jobs = (Job(number * ROUND + i, turn.opening, room, heats[i % len(heats)]) for i in range(count))
+            generator = self._generator(len(turn.opening) + room, self.tokenizer.stop_ids | turn.ends)
             answers = sorted(generator.run(jobs), key=lambda a: a.job.number)
             write_jsonl(path, [self.tokenizer.decode(a.tokens[:-1].tolist()).strip() for a in answers if a.reason == "stop"])
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -219,7 +214,8 @@ class Recipe:
             made["answer_tokens"] += len(answer.tokens)
             advance(done, f"{made['answer_tokens'] / (time.perf_counter() - started):.0f} tokens/s")
             if len(held[shard]) == members[shard]:
-                rows = [(held[shard][n], bool(greedy[n])) for n in sorted(held.pop(shard))]
+                whole = held.pop(shard)
+                rows = [(whole[n], bool(greedy[n])) for n in sorted(whole)]
                 kept = [(np.concatenate([a.job.tokens, a.tokens]), len(a.job.tokens), g) for a, g in rows if len(a.tokens) > 1]
                 write_shard(self._shard(shard), kept, self._vocab_size())
                 made["conversations"] += len(kept)
@@ -247,6 +243,12 @@ class Recipe:
 
     def _generator(self, capacity: int, stops: frozenset[int]) -> BatchGenerator:
         """One at a time: each holds a cache of the size of the device."""
+        context = self._load().info.context_length
+        if capacity > context:
+            raise DSpineError(
+                f"--max-prompt-tokens and --max-tokens ask for sequences of {capacity} tokens, but the target's context holds "
+                f"{context}: lower them"
+            )
         key = (capacity, stops)
         if key not in self._generators:
             self._generators.clear()

@@ -159,3 +159,36 @@ def test_assistant_turns_are_supervised(tmp_path) -> None:
     path.write_text("{broken\n")
     with pytest.raises(DSpineError, match="chat.jsonl:1: not valid JSON"):
         load_conversations(path, WordTokenizer)
+
+
+def test_specforge_rows_are_read_as_they_are(tmp_path) -> None:
+    from dspine.common.tokenizer import load_tokenizer
+    from tests.training.toys import write_tokenizer
+
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path)).backend
+    path = tmp_path / "rows.jsonl"
+    chat = [{"from": "human", "value": "w9 w10"}, {"from": "gpt", "value": "w11 w12"}]
+    text = "<|im_start|> user w9 w10 <|im_end|> <|im_start|> assistant w11 w12 <|im_end|> "
+    ids = {"input_ids": [3, 4, 9, 10, 2, 3, 5, 11, 12, 2], "loss_mask": [0] * 7 + [1] * 3}
+    rows = [{"id": "a", "conversations": chat}, {"id": "b", "text": text, "is_preformatted": True}, ids]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    loaded = load_conversations(path, lambda: tokenizer)
+    for conversation in loaded:
+        np.testing.assert_array_equal(conversation.tokens, ids["input_ids"])
+        np.testing.assert_array_equal(conversation.supervised, np.array(ids["loss_mask"], dtype=bool))
+    assert len(loaded) == 3
+    bare = load_tokenizer(write_tokenizer(tmp_path, template=None)).backend
+    for row, chosen, message in (
+        ({"conversations": []}, tokenizer, "the conversation is empty"),
+        ({"conversations": [{"role": "robot", "content": "w9"}]}, tokenizer, "message 0 has role 'robot'"),
+        ({"conversations": [{"role": "user", "content": "w9"}]}, tokenizer, "no supervised token in 1 conversations"),
+        ({"conversations": chat}, bare, "the target has no chat template"),
+        ({"text": "w9 w10"}, tokenizer, "no assistant turn in the text"),
+        ({"text": text}, bare, "the target has no chat template"),
+        ({"input_ids": [1, 2]}, tokenizer, "input_ids need a loss_mask"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, tokenizer, "expected two equal lists"),
+        ({"input_ids": ["a"], "loss_mask": [1]}, tokenizer, "must be lists of whole numbers"),
+    ):
+        path.write_text(json.dumps(row))
+        with pytest.raises(DSpineError, match=message):
+            load_conversations(path, lambda chosen=chosen: chosen)

@@ -89,6 +89,28 @@ def write_shards(folder: Path, conversations: int = 40, seed: int = 1) -> Path:
     return folder
 
 
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
+    """A tokenizer of VOCAB words: a few marks (the end of a turn is id 2) and w7 .. w95."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<s>", "<|im_end|>", "<|im_start|>", "user", "assistant", "system"]
+    words += [f"w{i}" for i in range(len(words), VOCAB)]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.add_special_tokens([AddedToken(word, special=True) for word in words[:4]])
+    raw.save(str(folder / "tokenizer.json"))
+    card = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    card |= {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(card))
+    return folder
+
+
 def train_settings(tmp_path: Path, **sections: dict) -> dict:
     """A run of a few steps on the toy target, as the YAML file would hold it; sections are merged in."""
     settings: dict = {
