@@ -209,6 +209,61 @@ class Runtime(Protocol):
         ...
 
 
+class Batcher(Protocol):
+    """Rounds of several sequences at once. Every sequence keeps its own caches and its own length, so sequences join and leave
+    between rounds and nothing is padded; lists run over the sequences."""
+
+    def propose(self, caches: Sequence[Any], anchors: Sequence[int], requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Like `Drafter.propose` for each (B = 1)."""
+        ...
+
+    def verify(self, caches: Sequence[Any], blocks: Sequence[Array]) -> list[Verification]:
+        """Like `begin` and `finish` for each block int [1, w]; `Target.commit` follows for each."""
+        ...
+
+    def commit_drafts(self, caches: Sequence[Any], features: Sequence[Array]) -> None:
+        """Like `Drafter.commit` for each features [1, T, F]."""
+        ...
+
+
+class PrefixOps(Protocol):
+    """Committed tokens of one sequence's caches as something that can be kept. The drafter's cache goes with the target's, or
+    is None where nothing is drafted."""
+
+    def nbytes(self, cache: Any, draft_cache: Any, length: int) -> int:
+        """Bytes that `save` would take."""
+        ...
+
+    def save(self, cache: Any, draft_cache: Any, length: int) -> Any:
+        """Copy of the first `length` tokens of both caches."""
+        ...
+
+    def load(self, saved: Any, cache: Any, draft_cache: Any, length: int) -> None:
+        """The first `length` tokens of `saved` into two empty caches."""
+        ...
+
+    def copy(self, cache: Any, draft_cache: Any, to_cache: Any, to_draft_cache: Any, length: int) -> None:
+        """The first `length` committed tokens of two caches into two empty ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class ServingSupport:
+    """What a runtime adds for the server; None: rounds of several sequences take turns, prefixes are computed anew. `reason`
+    says why, for the start-up summary."""
+
+    batcher: Batcher | None
+    prefixes: PrefixOps | None
+    reason: str
+
+
+@runtime_checkable
+class ServingRuntime(Protocol):
+    """A runtime that can batch or keep prefixes (others serve all the same)."""
+
+    def serving(self, target: Target, drafter: Drafter | None) -> ServingSupport: ...
+
+
 @dataclass
 class Engine:
     """A loaded pair, ready to generate: what `load` of either runtime returns."""

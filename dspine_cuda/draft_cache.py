@@ -36,6 +36,10 @@ class DraftCache:
         """Views of rows [0, stop)."""
         return self._store[layer, 0, :, :, :stop], self._store[layer, 1, :, :, :stop]
 
+    def rows(self, stop: int) -> Tensor:
+        """View of rows [0, stop) of every layer: [L, 2, B, kv_heads, stop, hd]."""
+        return self._store[..., :stop, :]
+
     def advance(self, count: int) -> None:
         """`count` more rows have become context."""
         self.length += count

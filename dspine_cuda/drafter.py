@@ -264,7 +264,10 @@ class TorchDrafter:
     @torch.inference_mode()
     def propose(self, cache: DraftCache, anchor: Tensor, request: DraftRequest) -> Proposal:
         """anchor int [B] at position `cache.length`; see `protocols.Drafter.propose`."""
-        states, code = self._run(cache, anchor)
+        return self.proposal(*self._run(cache, anchor), anchor, request)
+
+    def proposal(self, states: BlockStates, code: Tensor | None, anchor: Tensor, request: DraftRequest) -> Proposal:
+        """What the block's states [B, 1, R, H] propose; `code` [B, r] of the anchors (DSpine)."""
         rows = self.config.proposal_rows
         hidden, parts = states.hidden[:, 0, rows], self.parts
         logits = self.target.head(hidden)
@@ -283,22 +286,30 @@ class TorchDrafter:
         return transition_scores(pre_injection, torch.cat([first, codes], dim=1), rows, weights, self.model.norm)
 
     def _run(self, cache: DraftCache, anchor: Tensor) -> tuple[BlockStates, Tensor | None]:
-        ids = torch.cat([anchor[:, None], self._mask_row.expand(anchor.shape[0], -1)], dim=1)
-        embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype) * self.config.input_embedding_scale
-        if self._mask_embedding is not None:
-            embeddings[:, 1:] = self._mask_embedding
         start, stop = cache.length, cache.length + self.config.query_rows
         cos, sin = self.tables(start, stop)
-        code = None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
-        masks = {rule: self._mask(index, start) for index, rule in enumerate(self.rules)}
+        masks = self.masks(start)
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache.write(index, start, key, value)  # behind the context; overwritten by the next commit
             keys, values = cache.read(index, stop)
             return F.scaled_dot_product_attention(query, keys, values, attn_mask=masks[self.rules[index]], enable_gqa=True)
 
+        return self.run_block(anchor, cos, sin, attend)
+
+    def run_block(self, anchor: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[BlockStates, Tensor | None]:
+        """The layers over the blocks of `anchor` [B]; tables [R, 1, hd], or [B, R, 1, hd] where positions differ."""
+        ids = torch.cat([anchor[:, None], self._mask_row.expand(anchor.shape[0], -1)], dim=1)
+        embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype) * self.config.input_embedding_scale
+        if self._mask_embedding is not None:
+            embeddings[:, 1:] = self._mask_embedding
+        code = None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
         hidden, pre = self.lean.block(embeddings, cos, sin, attend, code)
         return BlockStates(hidden[:, None], pre[:, None], []), code
+
+    def masks(self, start: int) -> dict[Any, Tensor | None]:
+        """Attention mask of each layer rule for a block at position `start`."""
+        return {rule: self._mask(index, start) for index, rule in enumerate(self.rules)}
 
     def _mask(self, index: int, start: int) -> Tensor | None:
         """Additive mask [R, start + R]; None where every key is visible."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from dspine.common.errors import BackendError
 from dspine.common.memory import DeviceMemory
 from dspine.common.parity.backends import ParityBackend
-from dspine.common.protocols import Availability, Drafter, Target
+from dspine.common.protocols import Availability, Drafter, ServingSupport, Target
 
 INSTALL = 'pip install "dspine[cuda]"'
 
@@ -46,6 +46,12 @@ class TorchRuntime:
         from dspine_cuda.drafter import load_drafter
 
         return load_drafter(Path(folder), target)
+
+    def serving(self, target: Target, drafter: Drafter | None) -> ServingSupport:
+        """Batched rounds and kept prefixes, for lean dense targets."""
+        from dspine_cuda.serving import support
+
+        return support(target, drafter)
 
     def accelerator(self, device: str) -> str:
         """Product name of a CUDA device; empty for the CPU."""
