@@ -213,10 +213,9 @@ def _rows(card: Card, method: str, domino: DominoConfig | None) -> tuple[int, in
     value = card.either("block_size")
     if method == "dspark" or card.optional("sample_from_anchor", False):
         from_anchor = card.flag("sample_from_anchor", True)
-        rows = card.integer("block_size", 1 if from_anchor else 2, value=value)
-        if not from_anchor and card.data.get("speculators"):
-            return rows, 1  # the anchor's row is one of the block's, and unused
-        return rows + 1, 0 if from_anchor else 1
+        spare = not from_anchor and bool(card.data.get("speculators"))  # the anchor's row is one of the block's, and unused
+        rows = card.integer("block_size", 1 + spare, value=value)
+        return rows + 1 - spare, 0 if from_anchor else 1
     rows = card.integer("block_size", 2, value=value)
     return rows, 0 if domino is not None and domino.shift_label else 1
 

@@ -15,16 +15,36 @@ from dspine.common.checkpoints import CODES, expected_tensors
 from dspine.common.configs import parse_drafter_config
 from dspine.common.transfer_space import transfer_basis, transfer_codes
 
+DSPARK = {"markov_rank": 5, "enable_confidence_head": True, "confidence_head_with_markov": True}
+DOMINO = {"projector_type": "domino", "pure_draft_prefix_len": 1, "gru_hidden_dim": 7, "emb_dim": 6}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (architecture, settings in dflash_config)
+    "dflash": ("DFlashDraftModel", {}),
+    "dspine": ("DSpineDraftModel", {}),
+    "dflash2": (
+        "DFlash2DraftModel",
+        {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 4},
+    ),
+    "domino": ("DominoDraftModel", DOMINO | {"shift_label": True}),
+    "domino-own": ("DFlashDraftModel", DOMINO | {"shift_label": False}),
+    "dspark-vanilla": ("Qwen3DSparkModel", DSPARK | {"markov_head_type": "vanilla"}),
+    "dspark-gated": ("DSparkDraftModel", DSPARK | {"markov_head_type": "gated"}),
+    "dspark-rnn": ("DSparkDraftModel", DSPARK | {"markov_head_type": "rnn"}),
+    "dspark-bare": ("Qwen3DSparkModel", {"markov_rank": 0}),
+    "dspark-spare-row": ("DSparkDraftModel", DSPARK | {"markov_head_type": "gated", "sample_from_anchor": False}),
+}
+
 
 def drafter_card(method: str, block: int, head: np.ndarray, target_layers: int, **changes: Any) -> dict[str, Any]:
-    """config.json of a 2-layer drafter for a target with LM head `head` [V, H]; its last token id is the mask."""
+    """config.json of a 2-layer drafter of one of `KINDS` for a target with LM head `head` [V, H]; its last token id is the
+    mask. `block` is the verify window, whatever the kind's own card counts."""
     vocab, hidden = head.shape
     card: dict[str, Any] = {
-        "architectures": ["DSpineDraftModel" if method == "dspine" else "DFlashDraftModel"],
+        "architectures": [KINDS[method][0]],
         "hidden_size": hidden, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "vocab_size": vocab, "max_position_embeddings": 1024,
-        "rope_theta": 10000.0, "num_target_layers": target_layers, "block_size": block,
-        "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": [1, 2]},
+        "rope_theta": 10000.0, "num_target_layers": target_layers,
+        "block_size": block - method.startswith("dspark"),
+        "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": [1, 2], **KINDS[method][1]},
     }  # fmt: skip
     if method == "dspine":
         card["dspine_config"] = {"transfer_rank": 8, "message_size": 6, "top_k": 4}
