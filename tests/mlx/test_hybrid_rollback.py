@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -166,19 +168,19 @@ def test_m2_rollback_holds_no_memory(kind):
 
 
 def test_m2_active_memory_is_flat():
-    """No graph and no block outlives its round."""
+    """No graph and no block outlives its round: over rounds of 1 to 16 tokens, less than one layer's state comes and goes."""
     target = hybrid_target("qwen3_5_moe")
     cache = started(target, PROMPT, 128)
-    held = set()
+    held = []
     for i in range(30):
         verification = verify(target, cache, BLOCK[: 1 + i % 16])
         mx.eval(verification.logits)
         target.commit(cache, verification, 1)
         del verification
         mx.eval(cache.states, cache.windows)
-        if i >= 5:
-            held.add(mx.get_active_memory())
-    assert len(held) == 1
+        gc.collect()
+        held.append(mx.get_active_memory())
+    assert max(held[5:]) - min(held[5:]) < cache.states[0].nbytes
 
 
 def test_m3_only_attention_layers_have_rows():

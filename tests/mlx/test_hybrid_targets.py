@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from dspine.common.gdn import GdnTokens, gdn_recurrence
 from dspine.common.protocols import ArrayOps, Target
 from dspine.common.sampling import SamplingParams
 from dspine_mlx.drafter import load_drafter
-from dspine_mlx.targets import hybrid, load, moe, wrap_model
+from dspine_mlx.targets import gdn, hybrid, load, moe, wrap_model
 from dspine_mlx.targets.gdn import blocks
 from dspine_mlx.targets.load import cast, choose_dtype
 from tests.helpers import drafters
@@ -73,6 +75,20 @@ def test_s3_greedy_is_mlx_lms(kind, block, tmp_path):
         events = list(decode(target, draft, PROMPT, params))
         assert [event.token for event in events] == text[:64]
     assert events[-1].stats.generated_tokens == 64
+
+
+def test_v1_each_token_from_another_thread(tmp_path):
+    """Loaded here, decoded by a pool: states, windows and K/V of a round are computed by the thread that made them."""
+    target = hybrid_target("qwen3_5_moe")
+    text = third_party_greedy(target.model, PROMPT, 40)
+    folder = drafters.drafter_folder(tmp_path / "d", "dspine", 6, target.head_weight(), LAYERS)
+    drafter = drafters.Prompted(load_drafter(folder, target), PROMPT, text, wrong_every=4)
+    events = decode(target, drafter, PROMPT, DecodingParams(max_tokens=24, break_even=0.0))
+    tokens = []
+    for _ in range(24):
+        with ThreadPoolExecutor(1) as pool:
+            tokens.append(pool.submit(next, events).result(60).token)
+    assert tokens == text[:24]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -185,14 +201,14 @@ def test_no_router_in_layer_0():
 # -- the prompt's recurrence -------------------------------------------------------------------------------------------
 
 
-def random_tokens(count: int, parallel: bool = False, decay: float = 0.5) -> tuple[GdnTokens, mx.array]:
+def random_tokens(count: int, parallel: bool = False, decay: float = 0.5, size: int = 8) -> tuple[GdnTokens, mx.array]:
     rng = np.random.default_rng(count)
-    shape = {"q": (2, count, 2, 8), "k": (2, count, 2, 8), "v": (2, count, 4, 16)}
+    shape = {"q": (2, count, 2, size), "k": (2, count, 2, size), "v": (2, count, 4, 16)}
     q, k, v = (rng.normal(size=shape[name]) for name in "qkv")
     k = k[:, :1] + np.zeros_like(k) if parallel else k
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     log_decay, beta = -decay * rng.uniform(size=(2, count, 4)), rng.uniform(0.3, 0.999, size=(2, count, 4))
-    state = rng.normal(size=(2, 4, 16, 8))
+    state = rng.normal(size=(2, 4, 16, size))
     parts = [mx.array(x.astype(np.float32)) for x in (q, k, v, log_decay, beta, state)]
     return GdnTokens(*parts[:5]), parts[5]
 
@@ -210,6 +226,25 @@ def test_prompt_blocks(count, parallel, decay):
     theirs = gated_delta_ops(tokens.q, tokens.k, tokens.v, mx.exp(tokens.log_decay), tokens.beta, state)
     np.testing.assert_allclose(out, np.array(theirs[0]), atol=1e-4, rtol=1e-4)
     np.testing.assert_allclose(last, np.array(theirs[1]), atol=1e-4, rtol=1e-4)
+
+
+def test_prompts_on_metal_take_mlx_lms_kernel(monkeypatch):
+    """The same tokens and the same state layout go to it; heads it cannot take go through the blocks."""
+    calls = []
+
+    def kernel(q, k, v, decay, beta, state):
+        calls.append(decay.dtype)
+        return gated_delta_ops(q, k, v, decay, beta, state)
+
+    monkeypatch.setattr(gdn, "device_name", lambda: "metal")
+    monkeypatch.setattr(gdn, "gated_delta_kernel", kernel)
+    tokens, state = random_tokens(9, size=32)
+    got, want = gdn.recurrence(tokens, state), blocks(tokens, state)
+    assert calls == [mx.float32]
+    for left, right in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.array(left), np.array(right), atol=1e-4, rtol=1e-4)
+    gdn.recurrence(*random_tokens(9))
+    assert len(calls) == 1
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
