@@ -1,9 +1,8 @@
 """The round and the loop: propose, choose a length, begin, correct, finish, accept, commit.
 
 One generator drives every kind of call. Plain decoding is the same loop with a block of one token, so a comparison
-between the two compares nothing but the drafts. The host reads twice a round: after the draft (is it finite; its signals,
-where the length policy reads them) and after acceptance (which tokens); a third time only where the router of layer 0 may
-add a token.
+between the two compares nothing but the drafts. The host reads once a round, after acceptance (which tokens; was the draft
+finite), and once more before it where the length policy reads the draft's signals or the picks of layer 0's router.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dspine.common.arrays import array_namespace, astype
 from dspine.common.configs import CONDITIONAL
 from dspine.common.errors import DSpineError
 from dspine.common.logprobs import TokenLogprobs, token_logprobs
-from dspine.common.protocols import Drafter, DraftRequest, LengthPolicy, Proposal, Target
+from dspine.common.protocols import Drafter, DraftRequest, LengthPolicy, Proposal, StageZero, Target
 from dspine.common.sampling import ACCEPT, DRAFT, DRAW, SamplingParams, penalise, sample_index, token_probabilities, uniforms
 from dspine.common.selection.policies import StaticPolicy
 from dspine.common.statistics import Statistics
@@ -160,9 +159,9 @@ class DecodingLoop:
         self.cache = target.make_cache(capacity)
         self.draft_cache = drafter.make_cache(capacity) if drafter is not None else None
         self.anchor = 0
-        self.output: list[int] = []  # every emitted token, the anchor included
         self.finish_reason: str | None = None
         self._read = 0  # prompt tokens in the caches
+        self._queued: tuple[int, Proposal | None] | None = None  # the draft after so many generated tokens, asked for early
         self._recent: deque[int] = deque(maxlen=BREAK_EVEN_ROUNDS)
         self._counts = self._output_counts = None
         if params.sampling.penalised:
@@ -183,7 +182,16 @@ class DecodingLoop:
         else:
             result = self._round()
             self.stats.decode_seconds += perf_counter() - started
+        self._draft_ahead()
         return result
+
+    def _draft_ahead(self) -> None:
+        """Ask for the next draft before this round's text is shown, where the drafter computes in the background."""
+        if self.finish_reason is None and not self.reading_prompt and getattr(self.drafter, "queues_ahead", False):
+            self._queued = (self.stats.generated_tokens, self._propose(self._anchor_array(), self.round_limit()))
+
+    def _anchor_array(self) -> Any:
+        return self.target.arrays.to_device(np.array([self.anchor], dtype=np.int32))
 
     @property
     def reading_prompt(self) -> bool:
@@ -221,7 +229,6 @@ class DecodingLoop:
         full = "length" if self.stats.generated_tokens >= self.room else None
         self.finish_reason = "stop" if stop is not None else full
         self.anchor = emitted[-1]
-        self.output += emitted
         found: list[TokenLogprobs | None] = [None] * len(emitted)
         if self.params.top_logprobs is not None:
             found = [*token_logprobs(self.target.arrays, logits[:, : len(emitted)], emitted, self.params.top_logprobs)]
@@ -263,8 +270,10 @@ class DecodingLoop:
         """One round of this sequence alone."""
         limit = self.round_limit()
         started = perf_counter()
-        anchor = self.target.arrays.to_device(np.array([self.anchor], dtype=np.int32))
-        proposal = self._propose(anchor, limit)
+        anchor = self._anchor_array()
+        queued, self._queued = self._queued, None
+        ready = queued is not None and queued[0] == self.stats.generated_tokens and self.drafter is not None
+        proposal = queued[1] if ready else self._propose(anchor, limit)  # type: ignore[index]
         drafted = perf_counter()
         tokens, accepted, next_token, verification = self._verify(anchor, proposal, limit)
         drafter = self.drafter  # `settle` may switch drafting off
@@ -289,16 +298,7 @@ class DecodingLoop:
         """A block of drafts, or None where this round decodes plainly."""
         if self.drafter is None or limit < 2:
             return None
-        proposal = self.drafter.propose(self.draft_cache, anchor, self.draft_request())
-        if self.policy.needs_signals and proposal.confidence is not None and proposal.entropy is not None:
-            finite, confidence, entropy = self.target.arrays.to_host(proposal.finite, proposal.confidence, proposal.entropy)
-            proposal = replace(proposal, confidence=confidence, entropy=entropy)
-        else:
-            (finite,) = self.target.arrays.to_host(proposal.finite)
-        if bool(finite.all()):
-            return proposal
-        self.note_non_finite()
-        return None
+        return self.drafter.propose(self.draft_cache, anchor, self.draft_request())
 
     def note_non_finite(self) -> None:
         """A draft was not finite: count it, and say so once."""
@@ -310,26 +310,54 @@ class DecodingLoop:
 
     def _verify(self, anchor: Any, proposal: Proposal | None, limit: int) -> tuple[list[int], int, int, Any]:
         """Target over [anchor, drafts...]; returns (drafts verified, accepted, the target's token, verification)."""
-        block = anchor[:, None]
-        nominal = upper = 1
-        if proposal is not None:
-            xp = array_namespace(anchor)
-            longest = min(limit, 1 + proposal.tokens.shape[1])
-            nominal = self.policy.nominal(proposal, longest)
-            upper = self.policy.stage_zero_length(nominal, longest)
-            block = xp.concat([block, astype(proposal.tokens[:, : upper - 1], anchor.dtype)], axis=1)
-        stage = self.target.begin(self.cache, block)
-        length = nominal
-        if proposal is not None:
-            seen = stage
-            if upper > nominal and stage.router_picks is not None:
-                seen = replace(stage, router_picks=self.target.arrays.to_host(stage.router_picks)[0])
-            length = self.policy.correct(seen, nominal, min(limit, upper))
+        to_host = self.target.arrays.to_host
+        stage, length, proposal = self._stage(anchor, proposal, limit)
         verification = self.target.finish(self.cache, stage, length)
-        block = block[:, :length]
+        block = stage.tokens[:, :length]
         verdict = self.judge(verification.logits, block, proposal)
-        host = self.target.arrays.to_host(block, verdict.accepted, verdict.next_token)
-        return [int(t) for t in host[0][0, 1:]], int(host[1][0]), int(host[2][0]), verification
+        reads = [block, verdict.accepted, verdict.next_token]
+        if proposal is None:
+            tokens, accepted, next_token = to_host(*reads)
+        else:
+            tokens, accepted, next_token, finite = to_host(*reads, proposal.finite)
+            if not finite.all():  # `judge` accepted nothing, so the target's own token is a plain round's
+                self.note_non_finite()
+                return [], 0, int(next_token[0]), verification
+        return [int(t) for t in tokens[0, 1:]], int(accepted[0]), int(next_token[0]), verification
+
+    def _stage(self, anchor: Any, proposal: Proposal | None, limit: int) -> tuple[StageZero, int, Proposal | None]:
+        """`begin`, and the length: (what it left, tokens to verify, the proposal; None where this round decodes plainly).
+
+        Signals and router picks are read together where layer 0 has a router: it then runs over the whole block first.
+        """
+        block = anchor[:, None]
+        if proposal is None:
+            return self.target.begin(self.cache, block), 1, None
+        xp, to_host = array_namespace(anchor), self.target.arrays.to_host
+        drafts = astype(proposal.tokens, anchor.dtype)
+        drafts = xp.where(proposal.finite[:, None], drafts, xp.zeros_like(drafts))  # an id that exists, whatever NaN drew
+        longest = min(limit, 1 + drafts.shape[1])
+        block = xp.concat([block, drafts[:, : longest - 1]], axis=1)
+        stage, picks = None, None
+        if self.policy.needs_signals and proposal.confidence is not None and proposal.entropy is not None:
+            reads = [proposal.finite, proposal.confidence, proposal.entropy]
+            if getattr(self.target, "stops_at_router", False):
+                stage = self.target.begin(self.cache, block)
+                reads.append(stage.router_picks)
+            finite, confidence, entropy, *rest = to_host(*reads)
+            if not finite.all():
+                self.note_non_finite()
+                return stage or self.target.begin(self.cache, block[:, :1]), 1, None
+            proposal = replace(proposal, confidence=confidence, entropy=entropy)
+            picks = rest[0] if rest else None
+        nominal = self.policy.nominal(proposal, longest)
+        upper = self.policy.stage_zero_length(nominal, longest)
+        stage = stage or self.target.begin(self.cache, block[:, :upper])
+        seen = stage
+        if upper > nominal and stage.router_picks is not None:
+            picks = to_host(stage.router_picks)[0] if picks is None else picks
+            seen = replace(stage, router_picks=picks[:, :upper])
+        return stage, self.policy.correct(seen, nominal, min(limit, upper)), proposal
 
     def judge(self, logits: Any, block: Any, proposal: Proposal | None) -> Verdict:
         """Acceptance of the drafts block[:, 1:] under this request's rule."""
@@ -343,6 +371,8 @@ class DecodingLoop:
             for rule in self.rules:
                 logits = rule.apply(logits, tokens)
         limit = self.target.arrays.to_device(np.array([draft.shape[1]], dtype=np.int32))
+        if proposal is not None:
+            limit = limit * astype(proposal.finite, limit.dtype)  # nothing of a draft that is not finite
         if self.rule == "greedy":
             return accept_greedy(logits, draft, limit)
         p = token_probabilities(logits, sampling)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dspine.common.signals import draft_signals
 from dspine.common.transfer_space import known_token
 from dspine.common.transition import path_walk, path_walk_sampled, refine, transition_scores
 from dspine_mlx import ops
+from dspine_mlx.compiled import COMMIT_LENGTHS, Parts, compiling_pays
 from dspine_mlx.draft_cache import DraftCache
 
 Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
@@ -177,6 +179,7 @@ class DrafterModel(nn.Module):
         anchor_code: mx.array | None = None,
         replacement: tuple[mx.array, mx.array] | None = None,
         collect: bool = False,
+        parts: Parts | None = None,
     ) -> BlockStates:
         """All layers over one block.
 
@@ -184,21 +187,48 @@ class DrafterModel(nn.Module):
         v)` gets q [B, heads, R, hd] and the block's own k, v [B, kv_heads, R, hd], returns [B, heads, R, hd]; anchor_code
         sqrt(r) C_x0 [B, r] (DSpine); replacement as `injection.inject` takes it, in layers below `replacement_layers`.
         """
+        parts = parts or Parts(False)
         h = pre = embeddings
+        codes = () if anchor_code is None else (anchor_code,)
         collected = []
-        for index, layer in enumerate(self.layers):
-            normed = layer.input_layernorm(h)
-            query = layer.self_attn.query(normed, cos, sin)
-            key, value = layer.self_attn.key_value(normed, cos, sin)
-            mixed = mx.flatten(mx.swapaxes(attend(index, query, key, value), 1, 2), -2)
-            h = h + layer.self_attn.o_proj(mixed)
-            pre = h = h + layer.mlp(layer.post_attention_layernorm(h))
-            if self.injection is not None:
-                replaced = replacement if index < self.config.dspine.replacement_layers else None  # type: ignore[union-attr]
-                h = inject(pre, anchor_code, self.injection.layer(index), replaced)
+        for index in range(len(self.layers)):
+            query, key, value = parts.run(("enter", index), lambda i=index: partial(self.enter, i), h, cos, sin)
+            mixed = attend(index, query, key, value)
+            replaced = replacement if self.injection is not None and index < self.config.dspine.replacement_layers else None  # type: ignore[union-attr]
+            if replaced is None:
+                pre, h = parts.run(("leave", index), lambda i=index: partial(self.leave, i), h, mixed, *codes)
+            else:
+                pre, h = self.leave(index, h, mixed, anchor_code, replaced)
             if collect:
                 collected.append((pre, h))
         return BlockStates(self.norm(h), pre, collected)
+
+    def enter(self, index: int, h: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Layer `index` up to its attention: h [B, R, H] -> q [B, heads, R, hd], k and v [B, kv_heads, R, hd]."""
+        layer = self.layers[index]
+        normed = layer.input_layernorm(h)
+        return layer.self_attn.query(normed, cos, sin), *layer.self_attn.key_value(normed, cos, sin)
+
+    def leave(
+        self,
+        index: int,
+        h: mx.array,
+        mixed: mx.array,
+        anchor_code: mx.array | None = None,
+        replacement: tuple[mx.array, mx.array] | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Layer `index` from its attention on: mixed [B, heads, R, hd] -> (u, h) [B, R, H]; equal without injection."""
+        layer = self.layers[index]
+        h = h + layer.self_attn.o_proj(mx.flatten(mx.swapaxes(mixed, 1, 2), -2))
+        pre = h + layer.mlp(layer.post_attention_layernorm(h))
+        if self.injection is None:
+            return pre, pre
+        return pre, inject(pre, anchor_code, self.injection.layer(index), replacement)
+
+    def context_rows(self, features: mx.array, cos: mx.array, sin: mx.array) -> list[mx.array]:
+        """Context K/V of new tokens: features [B, T, F] -> k, v of layer 0, k, v of layer 1, ... [B, kv_heads, T, hd]."""
+        context = self.context(features.astype(self.dtype))
+        return [rows for layer in self.layers for rows in layer.self_attn.key_value(context, cos, sin)]
 
     def refine(self, pre_injection: mx.array, predecessor_code: mx.array) -> mx.array:
         """norm(write(u_L; predecessor code)) of rows 1..M: [..., H], [..., r] -> [..., H]."""
@@ -207,12 +237,19 @@ class DrafterModel(nn.Module):
 
 
 class MlxDrafter:
-    """`protocols.Drafter` on MLX: a `DrafterModel` bound to a target's embedding and LM head."""
+    """`protocols.Drafter` on MLX: a `DrafterModel` bound to a target's embedding and LM head.
 
-    def __init__(self, model: DrafterModel, target: Any, info: dict[str, Any]) -> None:
+    `propose` starts the computation before it returns, so the loop asks for the next draft before it shows the text of this
+    round (`queues_ahead`). compiled: put the parts of fixed shape under `mx.compile`; None: where that pays.
+    """
+
+    queues_ahead = True
+
+    def __init__(self, model: DrafterModel, target: Any, info: dict[str, Any], *, compiled: bool | None = None) -> None:
         self.model, self.target, self.info = model, target, info
         self.config = model.config
         self.rules = self.config.mask_rules()
+        self.parts = Parts(compiling_pays() if compiled is None else compiled)
 
     def make_cache(self, capacity: int, batch: int = 1) -> DraftCache:
         """Context K/V for up to `capacity` tokens, and room for one block behind them."""
@@ -223,33 +260,52 @@ class MlxDrafter:
         start, stop = cache.length, cache.length + features.shape[1]
         if stop == start:
             return
-        context = self.model.context(features.astype(self.model.dtype))
         cos, sin = (table[start:stop] for table in self.model.rope(stop))
-        for index, layer in enumerate(self.model.layers):
-            cache.write(index, start, *layer.self_attn.key_value(context, cos, sin))
+        if stop - start <= COMMIT_LENGTHS:
+            rows = self.parts.run("commit", lambda: self.model.context_rows, features, cos, sin)
+        else:
+            rows = self.model.context_rows(features, cos, sin)
+        for index in range(self.config.num_layers):
+            cache.write(index, start, rows[2 * index], rows[2 * index + 1])
         cache.advance(stop - start)
 
     def propose(self, cache: DraftCache, anchor: mx.array, request: DraftRequest) -> Proposal:
         """anchor int [B] at position `cache.length`; see `protocols.Drafter.propose`."""
         states, code = self.run_block(cache, anchor)
-        logits = self.target.head(states.hidden[:, 1:])
+        inputs = [states.hidden, *([] if code is None else [states.pre_injection, code])]
+        sampled = request.temperature > 0.0
+        key = ("close", request.signals, request.temperature, sampled)
+        if sampled:
+            inputs.append(request.uniforms)
+        outputs = self.parts.run(key, lambda: partial(self._close, request), *inputs)
+        mx.async_eval(*outputs)
+        named = dict(zip(self._output_names(request), outputs, strict=True))
+        return Proposal(**named)
+
+    def _output_names(self, request: DraftRequest) -> tuple[str, ...]:
+        """Fields of `Proposal` in the order of what `_close` returns."""
+        sampled = ("candidates", "q") if request.temperature > 0.0 else ()
+        return ("tokens", "finite", *sampled, *(("confidence", "entropy") if request.signals else ()))
+
+    def _close(self, request: DraftRequest, hidden: mx.array, *rest: mx.array) -> list[mx.array]:
+        """From the final-normed block [B, R, H] (and u_L, sqrt(r) C_x0 in DSpine, and uniforms) to the fields of a proposal."""
+        logits = self.target.head(hidden[:, 1:])
         finite = mx.all(mx.isfinite(logits), axis=(1, 2))
         signals = draft_signals(logits, 1) if request.signals else None
-        confidence, entropy = (None, None) if signals is None else (signals.confidence, signals.entropy)
+        tail = [] if signals is None else [signals.confidence, signals.entropy]
         sampled = request.temperature > 0.0
         if self.model.injection is None and not sampled:
-            return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32), finite, None, None, confidence, entropy)
+            return [mx.argmax(logits, axis=-1).astype(mx.int32), finite, *tail]
         if self.model.injection is None:
-            count = min(INDEPENDENT_CANDIDATES, logits.shape[-1])
-            values, candidates = top_k(logits, count)
-            tokens, q = sample_candidates(values, candidates, request.uniforms, request.temperature)
-            return Proposal(tokens, finite, candidates, q, confidence, entropy)
+            values, candidates = top_k(logits, min(INDEPENDENT_CANDIDATES, logits.shape[-1]))
+            tokens, q = sample_candidates(values, candidates, rest[-1], request.temperature)
+            return [tokens, finite, candidates, q, *tail]
         _, candidates = top_k(logits, self.config.dspine.top_k)  # type: ignore[union-attr]
-        scores = self.transition(states.pre_injection[:, 1:], code, candidates)
+        scores = self.transition(rest[0][:, 1:], rest[1], candidates)
         if not sampled:
-            return Proposal(path_walk(scores, candidates).astype(mx.int32), finite, None, None, confidence, entropy)
-        tokens, q = path_walk_sampled(scores, candidates, request.uniforms, request.temperature)
-        return Proposal(tokens, finite, candidates, q, confidence, entropy)
+            return [path_walk(scores, candidates).astype(mx.int32), finite, *tail]
+        tokens, q = path_walk_sampled(scores, candidates, rest[-1], request.temperature)
+        return [tokens, finite, candidates, q, *tail]
 
     def transition(self, pre_injection: mx.array, anchor_code: mx.array, candidates: mx.array) -> mx.array:
         """The transition cache: u_L of rows 1..M [B, M, H], sqrt(r) C_x0 [B, r], candidates [B, M, K] -> [B, M, K, K]."""
@@ -263,11 +319,10 @@ class MlxDrafter:
     def run_block(self, cache: DraftCache, anchor: mx.array, collect: bool = False) -> tuple[BlockStates, mx.array | None]:
         """The backbone over [anchor, mask, ...] at positions length..length+R-1, and sqrt(r) C_x0 [B, r] (None in DFlash)."""
         rows = self.config.block_size
-        masks = mx.full((anchor.shape[0], rows - 1), self.config.mask_token_id, dtype=anchor.dtype)
-        embeddings = self.target.embed(mx.concatenate([anchor[:, None], masks], axis=1)).astype(self.model.dtype)
+        opened = self.parts.run("open", lambda: self._open, anchor)
+        embeddings, code = opened[0], opened[1] if len(opened) > 1 else None
         start, stop = cache.length, cache.length + rows
         cos, sin = (table[start:stop] for table in self.model.rope(stop))
-        code = None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
         seen = {rule: self._visible(rule, start) for rule in set(self.rules)}
         scale = self.config.head_dim**-0.5
 
@@ -277,7 +332,13 @@ class MlxDrafter:
             keys, values = cache.read(index, first, stop)
             return mx.fast.scaled_dot_product_attention(query, keys, values, scale=scale, mask=mask)
 
-        return self.model.forward_block(embeddings, cos, sin, attend, code, collect=collect), code
+        return self.model.forward_block(embeddings, cos, sin, attend, code, collect=collect, parts=self.parts), code
+
+    def _open(self, anchor: mx.array) -> list[mx.array]:
+        """anchor int [B] -> embeddings [B, R, H] of [anchor, mask, ...], and sqrt(r) C_x0 [B, r] in DSpine."""
+        masks = mx.full((anchor.shape[0], self.config.block_size - 1), self.config.mask_token_id, dtype=anchor.dtype)
+        embeddings = self.target.embed(mx.concatenate([anchor[:, None], masks], axis=1)).astype(self.model.dtype)
+        return [embeddings] if self.model.injection is None else [embeddings, known_token(self.model.transfer_codes, anchor)]
 
     def _visible(self, rule: Any, start: int) -> tuple[int, Mask]:
         """First context row that any block row sees, and the mask over [that row .. block's end): bool [R, keys], or
