@@ -159,6 +159,7 @@ class DecodingLoop:
         self.cache = target.make_cache(capacity)
         self.draft_cache = drafter.make_cache(capacity) if drafter is not None else None
         self.anchor = 0
+        self.output: list[int] = []  # every emitted token, the anchor included
         self.finish_reason: str | None = None
         self._read = 0  # prompt tokens in the caches
         self._queued: tuple[int, Proposal | None] | None = None  # the draft after so many generated tokens, asked for early
@@ -229,6 +230,7 @@ class DecodingLoop:
         full = "length" if self.stats.generated_tokens >= self.room else None
         self.finish_reason = "stop" if stop is not None else full
         self.anchor = emitted[-1]
+        self.output += emitted
         found: list[TokenLogprobs | None] = [None] * len(emitted)
         if self.params.top_logprobs is not None:
             found = [*token_logprobs(self.target.arrays, logits[:, : len(emitted)], emitted, self.params.top_logprobs)]
