@@ -25,6 +25,7 @@ from dspine.common.selection.fitting import (
     fit_routing,
     fit_slope,
     hindsight,
+    round_seconds,
     scikit_learn,
 )
 from dspine.common.selection.prompts import PromptRow, refuse_overlap
@@ -97,7 +98,7 @@ def calibrate(
         expert=_expert_time(captured),
     )
     survival = survival_of(captured, acceptance)
-    rate, _ = dinkelbach(expected_gain(survival), np.array(cost.target) + cost.fixed)
+    rate, _ = dinkelbach(expected_gain(survival), round_seconds(cost))
     figures = _figures(captured, survival, cost, rate)
     test, test_survival = None, None
     if test_prompts:

@@ -153,6 +153,12 @@ def fit_cost(seconds: Mapping[int, Sequence[float]], width: int) -> dict[str, An
     }
 
 
+def round_seconds(cost: CostTable) -> np.ndarray:
+    """Round time at lengths 2..W by the fit, [M]. Never under half the fastest measured one: a quadratic through noisy medians
+    may dip below zero, and a rate per second needs positive times."""
+    return np.maximum(np.array(cost.target) + cost.fixed, min(cost.measured) / 2)
+
+
 def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
     """Least-squares slope, at least 0: seconds a token."""
     if len(set(x)) < 2:
@@ -262,7 +268,7 @@ def hindsight(survival: np.ndarray, accepted: np.ndarray, cost: CostTable, rate:
     `clairvoyant_regret`: of the last.
     """
     drafts = survival.shape[1]
-    seconds = np.array(cost.target) + cost.fixed
+    seconds = round_seconds(cost)
     gain, realised = expected_gain(survival), realised_gain(accepted, drafts)
     rows = np.arange(len(accepted))
 
