@@ -27,7 +27,8 @@ BAD_INPUT = 2
 
 # help lines of commands that live in packages which must not be imported for --help
 _SUMMARIES = {
-    "train": "Train a drafter (needs torch).",
+    "train": "Train a drafter, or make the data for it: `train data` (needs torch).",
+    "eval": "Measure a drafter's acceptance over sets of prompts (needs torch).",
     "eval-draft": "Measure a drafter's acceptance on held-out text (needs torch).",
 }
 # what a command's package needs, and the extra that brings it

@@ -1,4 +1,4 @@
-"""`dspine train` and `dspine eval-draft`; also `python -m dspine_cuda.training.cli train ...` from a source tree."""
+"""`dspine train`, `eval` and `eval-draft`; also `python -m dspine_cuda.training.cli train ...` from a source tree."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def export_data_command(
     typer.echo(json.dumps({"rows": export_specforge(data, output, model, text), "file": str(output)}))
 
 
-@app.command("eval")
+@app.command("eval-draft")
 def eval_command(
     drafter: Annotated[Path, typer.Argument(help="Drafter folder.")],
     data: Annotated[Path, typer.Option("--data", help="npz shards, one npz file or conversations JSONL.")],
@@ -130,6 +130,54 @@ def eval_command(
         device=device,
         dtype=dtype,
     )
+    typer.echo(json.dumps(result))
+
+
+@app.command("eval")
+def eval_sets_command(
+    drafter: Annotated[str | None, typer.Argument(help="Drafter folder; default: the one shipped for the model.")] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option("--prompts", help="Folder with the seven sets, or a prompt file; repeatable.")
+    ] = None,
+    model: Annotated[str, typer.Option("--model", help="Target: name, hub id or folder.")] = "smollm2",
+    count: Annotated[int, typer.Option("--count", min=1, help="Prompts a set.")] = 64,
+    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="Repeatable; default: 0 and 1.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Of an answer.")] = 256,
+    method: Annotated[str, typer.Option("--method", help="simulate (prompts at once) or generate (the loop).")] = "simulate",
+    acceptance: Annotated[str, typer.Option("--acceptance", help="auto, rejection or point-mass (temperature > 0).")] = "auto",
+    texts: Annotated[Path | None, typer.Option("--texts", help="Folder that keeps the target's answers.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the result there, too.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    batch: Annotated[int | None, typer.Option("--batch", min=1)] = None,
+    device: Annotated[str, typer.Option("--device")] = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
+    progress: Annotated[bool, typer.Option("--progress/--no-progress")] = True,
+) -> None:
+    """Mean acceptance length over sets of prompts with 95 % bootstrap intervals: a table on stderr, JSON on stdout."""
+    from dspine_cuda.training.eval_command import EvalSettings, evaluate
+    from dspine_cuda.training.eval_sets import table_text
+    from dspine_cuda.training.files import write_json
+
+    settings = EvalSettings(
+        drafter=drafter,
+        prompts=tuple(prompts or ()),
+        model=model,
+        count=count,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        max_tokens=max_tokens,
+        method=method,
+        acceptance=acceptance,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        batch=batch,
+        texts=texts,
+        progress=progress,
+    )
+    result = evaluate(settings)
+    if output is not None:
+        write_json(output, result)
+    typer.echo(table_text(result), err=True)
     typer.echo(json.dumps(result))
 
 

@@ -59,7 +59,7 @@ def test_thirty_steps_lower_the_loss_and_the_drafter_loads(place: Path) -> None:
     assert summary["acceptance"]["tau"] == pytest.approx(1 + sum(summary["acceptance"]["by_position"]))
     target = load_frozen_target(place / "target", torch.device("cpu"), torch.float32)
     assert load_drafter(Path(summary["drafter"]), target).config.method == "dspine"
-    assert main(["eval", summary["drafter"], "--data", str(place / "data"), "--model", str(place / "target"),
+    assert main(["eval-draft", summary["drafter"], "--data", str(place / "data"), "--model", str(place / "target"),
                  "--holdout", "8", "--stride", "4", "--dtype", "float32", "--device", "cpu"]) == 0  # fmt: skip
 
 
