@@ -18,8 +18,8 @@ def golden_model_target(case: str, dtype: torch.dtype = torch.float32) -> Simple
     """Embedding and LM head of the golden target behind the `Target` protocol's names."""
     arrays = {name: torch.from_numpy(array).to(dtype) for name, array in golden_target(case).items()}
     embed, head = arrays["embed_tokens"], arrays["lm_head"]
-    hidden = embed.shape[1]
-    info = TargetInfo("golden", "toy", 8, hidden, 128, 512, frozenset(), str(dtype).removeprefix("torch."), "cpu", "toy")
+    vocab, hidden = embed.shape
+    info = TargetInfo("golden", "toy", 8, hidden, vocab, 512, frozenset(), str(dtype).removeprefix("torch."), "cpu", "toy")
     return SimpleNamespace(
         info=info,
         embed=lambda ids: embed[ids],

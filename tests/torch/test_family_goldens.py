@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dspine.common.draft_heads import Draws, domino_walk, markov_walk, selector_lattice, walk
+from dspine.common.proposing import scale_logits
 from dspine.common.protocols import DraftRequest
 from tests.helpers.goldens import assert_golden, golden_arrays
 from tests.torch.test_drafter_goldens import load_case
@@ -97,7 +98,13 @@ def test_domino_golden(case, tmp_path):
 def test_dspark_golden(case, tmp_path):
     drafter, io = load_case(case, tmp_path), golden_arrays(case)
     config = drafter.config
-    assert (config.method, config.query_rows, config.first_row, config.num_proposals, config.block_size) == ("dspark", 5, 0, 5, 6)
+    assert (config.method, config.query_rows, config.first_row, config.num_proposals, config.block_size) == (
+        "dspark",
+        5,
+        0,
+        5,
+        6,
+    )
     for r, cache, anchor in rounds(drafter, io):
         states, _ = drafter._run(cache, anchor)
         hidden = states.hidden[:, 0]
@@ -137,6 +144,35 @@ def test_sampled_drafts_carry_their_q(case, tmp_path):
             low = running[0, t, token] - warm.q[0, t, token]
             assert low - 1e-5 <= uniforms[0, t] <= running[0, t, token] + 1e-5
     assert ((warm.confidence > 0) & (warm.confidence <= 1)).all() and (warm.entropy >= 0).all()
+
+
+@pytest.mark.parametrize("case", ["pypi_yarn", "pypi_mixed", "pypi_narrow2", "pypi_open2"])
+def test_pypi_dflash_golden(case, tmp_path):
+    """The `dflash` package's torch model, four rounds: yarn, mixed layers, windows below and above the block."""
+    drafter, io = load_case(case, tmp_path), golden_arrays(case)
+    for r, cache, anchor in rounds(drafter, io):
+        states, _ = drafter._run(cache, anchor)
+        assert_golden(states.hidden[0, 0], io["hidden"][r], f"hidden of round {r}")
+        if "hidden_mlx" in io and (case == "pypi_yarn" or r != 1):
+            assert_golden(states.hidden[0, 0], io["hidden_mlx"][r], f"hidden of round {r}, their MLX model")
+        logits = scale_logits(drafter.target.head(states.hidden[:, 0, 1:]), drafter.config)
+        assert_golden(logits[0], io["logits"][r], f"logits of round {r}")
+        greedy = drafter.propose(cache, anchor, DraftRequest()).tokens[0]
+        assert_golden(greedy, io["greedy_path"][r] if "greedy_path" in io else io["logits"][r].argmax(-1), "tokens")
+        if "sampled_q" in io:
+            assert_sampled_rows(drafter, io, r, states.hidden[:, 0, 1:], logits, anchor)
+
+
+def assert_sampled_rows(drafter, io, r, hidden, logits, anchor):
+    """Their draw at temperature 0.8: its q are the lattice's rows along its path, in whatever order they list candidates."""
+    values, candidates = torch.topk(logits, 4, dim=-1)
+    lattice = selector_lattice(hidden, values, candidates, anchor, drafter.parts.selector)[0]
+    index = 0
+    for t, token in enumerate(io["sampled_path"][r].tolist()):
+        q = torch.softmax(lattice[t, index] / 0.8, dim=-1)
+        theirs = dict(zip(io["sampled_candidates"][r, t].tolist(), io["sampled_q"][r, t].tolist(), strict=True))
+        assert {int(c): pytest.approx(float(x), abs=1e-5) for c, x in zip(candidates[0, t], q, strict=True)} == theirs
+        index = candidates[0, t].tolist().index(token)
 
 
 def test_walk_without_corrections_is_argmax():
