@@ -108,11 +108,15 @@ def _accepted_everywhere(
             kept = drafted == following
         else:
             q = text_probability(drafter, cache, tokens[:, anchor], following.clamp(min=0), temperature)
-            if rule == "rejection":
-                q = q / likely[:, anchor : anchor + proposals]  # position i holds p of token i + 1
-            kept = (draws[:, anchor] < q) & (following >= 0)
+            chance = acceptance_chance(q, likely[:, anchor : anchor + proposals], rule)  # position i holds p of token i + 1
+            kept = (draws[:, anchor] < chance) & (following >= 0)
         result[:, anchor] = kept.long().cumprod(dim=1).sum(dim=1)
     return result.cpu().numpy()
+
+
+def acceptance_chance(q: Tensor, p: Tensor, rule: str) -> Tensor:
+    """P(draft accepted | the target's token is x), from the drafter's and the target's probability of x, any shape."""
+    return q if rule == "point-mass" else (q / p).clamp(max=1.0)
 
 
 def _draws(texts: list[Text], width: int, proposals: int, seed: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from dspine_cuda.training.eval_sets import load_texts, read_sets, save_texts, wr
 from dspine_cuda.training.intervals import acceptance_interval, ratio_interval, tokens_a_round
 from dspine_cuda.training.loop import train
 from dspine_cuda.training.recipe import Recipe, RecipeSettings
-from dspine_cuda.training.simulate import Text, _filled, simulate, text_probability
+from dspine_cuda.training.simulate import Text, _filled, acceptance_chance, simulate, text_probability
 from dspine_cuda.training.target import load_frozen_target
 from tests.training.test_recipe import prompt_file
 from tests.training.toys import train_settings, write_target, write_tokenizer
@@ -106,10 +106,17 @@ def test_acceptance_of_a_first_draft_is_the_overlap_of_p_and_q(place: Path) -> N
     proposal = drafter.propose(cache, tokens[:, anchor], DraftRequest(heat, uniforms))
     exact = torch.zeros(vocab).scatter_(0, proposal.candidates[0, 0], proposal.q[0, 0])
     torch.testing.assert_close(q[:, 0], exact, rtol=1e-4, atol=1e-6)
+    overlap = float(torch.minimum(p, exact).sum())
+    assert 0.05 < overlap < 0.95
+    assert float((p * acceptance_chance(q[:, 0], p, "rejection")).sum()) == pytest.approx(overlap, abs=1e-4)
+    assert float((p * acceptance_chance(q[:, 0], p, "point-mass")).sum()) == pytest.approx(float((p * exact).sum()), abs=1e-4)
     texts = [Text(tokens[i].numpy(), anchor, number=1000 * n + i) for n in range(12) for i in range(vocab)]
-    rounds = simulate(drafter, target, texts, temperature=heat, seed=1)
-    first = np.array([r.accepted[0] >= 1 for r in rounds]).reshape(12, vocab).mean(axis=0)
-    assert float((p.numpy() * first).sum()) == pytest.approx(float(torch.minimum(p, exact).sum()), abs=0.1)
+    for rule in ("rejection", "point-mass"):
+        rounds = simulate(drafter, target, texts, temperature=heat, seed=1, rule=rule)
+        first = np.array([r.accepted[0] >= 1 for r in rounds]).reshape(12, vocab).mean(axis=0)
+        chance = acceptance_chance(q[:, 0], p, rule).numpy()
+        spread = np.sqrt((p.numpy() ** 2 * chance * (1 - chance) / 12).sum())
+        assert abs(float((p.numpy() * (first - chance)).sum())) < 4 * spread + 1e-6
 
 
 def test_texts_are_kept_and_belong_to_their_settings(place: Path, tmp_path: Path) -> None:
