@@ -34,6 +34,7 @@ class PretrainConfig(BaseModel):
     warmup_steps: int = Field(200, ge=1)
     weight_decay: float = Field(0.1, ge=0)  # of matrices
     betas: tuple[float, float] = (0.9, 0.95)
+    dropout: float = Field(0.0, ge=0, lt=1)  # of residual branches
     clip_norm: float = Field(1.0, gt=0)
     balance: float = Field(0.01, ge=0)  # weight of the load-balance loss
     router_z: float = Field(1e-3, ge=0)  # weight of mean(logsumexp(router logits)^2)

@@ -126,7 +126,7 @@ def generate(
     answers = torch.full((len(prompts), max_new), -1, dtype=torch.int64, device=device)
     running = torch.ones(len(prompts), dtype=torch.bool, device=device)
     for step in range(max_new):
-        noise = torch.empty_like(logits).exponential_(generator=generator).log()  # minus a Gumbel draw
+        noise = torch.empty_like(logits).exponential_(generator=generator).clamp(min=1e-30).log()  # minus a Gumbel draw
         token = (logits - warm * noise).argmax(dim=-1)
         answers[:, step] = torch.where(running, token, -1)
         running &= token != shape.eos_token_id

@@ -421,6 +421,7 @@ class Layer(nn.Module):
         else:
             self.linear_attn = DeltaNet(shape)
         self.mlp = MoeBlock(shape)
+        self.dropout = 0.0  # of both residual branches, in training only
 
     @property
     def mixer(self) -> Attention | DeltaNet:
@@ -432,7 +433,12 @@ class Layer(nn.Module):
         return x + out, routing
 
     def forward(self, x: Tensor, rows: Rows) -> tuple[Tensor, Routing]:
-        return self.experts(x + self.mixer(self.input_layernorm(x), rows))
+        mixed = self.mixer(self.input_layernorm(x), rows)
+        if self.dropout == 0.0 or not self.training:
+            return self.experts(x + mixed)
+        x = x + F.dropout(mixed, self.dropout)
+        out, routing = self.mlp(self.post_attention_layernorm(x))
+        return x + F.dropout(out, self.dropout), routing
 
 
 class HybridModel(nn.Module):

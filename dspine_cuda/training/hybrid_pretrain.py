@@ -24,7 +24,7 @@ from dspine_cuda.training.checkpointing import load_latest, save_checkpoint, tri
 from dspine_cuda.training.data import Conversation, PackedRows, RowStream, load_conversations, split_holdout
 from dspine_cuda.training.hybrid_config import PretrainConfig
 from dspine_cuda.training.hybrid_model import HybridModel, Routing, new_model
-from dspine_cuda.training.hybrid_quant import rounded, storage_forms
+from dspine_cuda.training.hybrid_quant import as_stored, storage_forms
 from dspine_cuda.training.masks import NO_DOCUMENT
 
 TERMS = ("loss", "balance", "router_z", "busiest")
@@ -163,8 +163,12 @@ class Masters:
     def refresh(self) -> None:
         """Copies from masters."""
         for name, copy, master in zip(self.names, self.copies, self.held, strict=True):
-            form = self.forms.get(name) if self.rounding else None
-            copy.copy_(master if form is None else rounded(master, form))
+            copy.copy_(as_stored(name, master, self.forms) if self.rounding else master)
+
+    def tensors_to_store(self, prefix: str) -> dict[str, np.ndarray]:
+        """Name -> float32 master; those that are not quantised as they will be read."""
+        whole = {n: m if n in self.forms else as_stored(n, m, self.forms) for n, m in zip(self.names, self.held, strict=True)}
+        return {prefix + name: tensor.float().cpu().numpy() for name, tensor in whole.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -195,6 +199,8 @@ class Pretrainer:
         if state is None and any(self.checkpoints.glob("step-*.pt")):
             raise DSpineError(f"{self.checkpoints} holds checkpoints: continue with --resume or name another output_dir")
         self.model = new_model(config.model_shape, config.seed).to(self.device, getattr(torch, config.dtype))
+        for layer in self.model.layers:
+            layer.dropout = config.dropout
         self.masters = Masters(self.model, config)
         if config.compile:
             self.model.compile_layers()
@@ -261,6 +267,7 @@ class Pretrainer:
             self.masters.rounding = True
             self.masters.refresh()
         tokens, positions, labels, self.position = feed.next()
+        torch.manual_seed(config.seed * 1_000_003 + self.step)  # dropout is a function of the step: resumption is exact
         batch = (t.to(self.device, non_blocking=True) for t in (tokens, positions, labels))
         total, terms = losses(self.model, *batch, config.balance, config.router_z)
         total.backward()
@@ -289,6 +296,7 @@ class Pretrainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity a token on held-out conversations."""
         config = self.config
+        self.model.eval()
         stream = RowStream(
             [p for c in self.held_out for p in _pieces(c, config.sequence_length)], config.sequence_length, 16, 0
         )
@@ -300,6 +308,7 @@ class Pretrainer:
             logits = self.model.logits(self.model(tokens, positions)[0]).flatten(0, 1)
             total += F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum").item()
             count += (labels != -100).sum().item()
+        self.model.train()
         return {"held_out_loss": total / count, "held_out_perplexity": math.exp(total / count)}
 
     def _write(self, row: dict[str, Any]) -> None:

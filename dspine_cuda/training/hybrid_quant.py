@@ -10,6 +10,7 @@ from torch import Tensor
 from dspine.common.errors import DSpineError
 from dspine.common.quantization import SMALLEST_SCALE, GroupForm
 
+_CENTRED = ("layernorm.weight", "q_norm.weight", "k_norm.weight")
 _WHOLE = ("conv1d.weight", "mlp.gate.weight", "shared_expert_gate.weight", "in_proj_a.weight", "in_proj_b.weight")
 
 
@@ -32,6 +33,19 @@ def group_of(name: str, count: int) -> int:
     if not fitting:
         raise DSpineError(f"{name}: no group of 16 to 128 values divides {count}")
     return min(fitting, key=lambda size: (abs(size - 64), size))
+
+
+def as_stored(name: str, master: Tensor, forms: Mapping[str, GroupForm]) -> Tensor:
+    """The value that a reader of the stored model gets for `master`, float32 up to a final rounding to bfloat16."""
+    if name in forms:
+        return rounded(master, forms[name])
+    return rounded_norm(master) if name.endswith(_CENTRED) or name == "norm.weight" else master
+
+
+def rounded_norm(weight: Tensor) -> Tensor:
+    """A norm weight around zero, moved so that bfloat16 holds 1 + weight too: some readers add the 1 in bfloat16 (mlx_lm), some
+    in float32 (transformers), and both must get one model."""
+    return (1.0 + weight.float()).bfloat16().float() - 1.0
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ class Driver:
         run = self.pretrainer(resume=True)
         if run.step == 0:
             raise DSpineError(f"{self.work}: no pretraining checkpoint to finish")
-        tensors = {PREFIX + n: m.float().cpu().numpy() for n, m in zip(run.masters.names, run.masters.held, strict=True)}
+        tensors = run.masters.tensors_to_store(PREFIX)
         write_stored(self.stored, tensors, {PREFIX + name: form for name, form in run.masters.forms.items()})
         write_cards(run.model.shape, self.stored)
         for name in TOKENIZER_FILES:
