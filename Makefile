@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_OPTIONS)
 # Linux runs the demo on torch; MLX's CPU back end is for the tests. A Mac uses MLX.
 DEMO_EXTRAS := $(if $(filter Darwin,$(shell uname -s)),mlx,train)
-TEST_EXTRAS := mlx,train,dev
+TEST_EXTRAS := mlx,train,server,dev
 
 .PHONY: demo test lint format test-gpu clean
 

@@ -18,6 +18,7 @@ from dspine.common.cli import doctor as doctor_command
 from dspine.common.cli import generate as generate_command
 from dspine.common.cli import info as info_command
 from dspine.common.cli import parity as parity_command
+from dspine.common.cli import serve as serve_command
 from dspine.common.cli.options import GenerateOptions, command_from
 from dspine.common.embedded import EMBEDDED_NAME
 from dspine.common.errors import BackendError, DSpineError
@@ -32,7 +33,14 @@ _SUMMARIES = {
     "eval-draft": "Measure a drafter's acceptance on held-out text (needs torch).",
 }
 # what a command's package needs, and the extra that brings it
-_FRAMEWORKS = {"torch": "train", "mlx": "mlx", "triton": "cuda", "sklearn": "calibrate", "fastapi": "server"}
+_FRAMEWORKS = {
+    "torch": "train",
+    "mlx": "mlx",
+    "triton": "cuda",
+    "sklearn": "calibrate",
+    "matplotlib": "calibrate",
+    "fastapi": "server",
+}
 
 
 def build_app() -> typer.Typer:
@@ -53,6 +61,7 @@ def build_app() -> typer.Typer:
     app.command("info")(info_command.info)
     app.command("doctor")(doctor_command.doctor)
     app.command("parity")(parity_command.parity)
+    app.command("serve")(command_from(serve_command.ServeOptions, serve_command.serve))
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         _add_lazy(app, point)
     return app

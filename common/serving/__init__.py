@@ -1,0 +1,1 @@
+"""The server: an OpenAI-compatible endpoint over an engine of either runtime."""

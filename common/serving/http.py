@@ -1,0 +1,168 @@
+"""HTTP below the routes: bodies within a limit, streams of events, keys, and one log line a request. Plain ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from dspine.common.serving.channel import ClientGone
+from dspine.common.serving.errors import ApiError, from_validation
+from dspine.common.serving.metrics import Metrics
+
+logger = logging.getLogger("dspine.server")
+Body = TypeVar("Body", bound=BaseModel)
+OPEN_PATHS = frozenset(("/", "/health", "/favicon.ico"))
+_KNOWN = frozenset(("/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions"))
+
+
+async def read_body(request: Request, model: type[Body], limit: int) -> Body:
+    """The checked body. ApiError: another content type, too long, not JSON, not UTF-8, or not what the model allows."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            f"the content type must be application/json, got {kind[:64]!r}", status=415, code="unsupported_media_type"
+        )
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_long(limit)
+    received = bytearray()
+    try:
+        async for part in request.stream():
+            received += part
+            if len(received) > limit:
+                raise _too_long(limit)
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    try:
+        return model.model_validate_json(bytes(received))
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _too_long(limit: int) -> ApiError:
+    return ApiError(
+        f"the body is longer than {limit} bytes", status=413, code="body_too_large", headers={"Connection": "close"}
+    )
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """An error as an answer."""
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+
+class EventStream(Response):
+    """Server-sent events: `data: <json>` for each object, `data: [DONE]` at the end. An error after the first event is sent
+    as an event, because the status is gone by then. A client that reads nothing for `timeout` seconds is dropped."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], timeout: float) -> None:
+        super().__init__(b"", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._timeout = events, timeout
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the events as they come."""
+
+        async def write(data: str, more: bool = True) -> None:
+            message = {"type": "http.response.body", "body": data.encode(), "more_body": more}
+            async with asyncio.timeout(self._timeout):
+                await send(message)
+
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for event in self._events:
+                    await write(f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n")
+            except ApiError as error:
+                await write(f"data: {json.dumps(error.body())}\n\n")
+            await write("data: [DONE]\n\n", more=False)
+        except (ClientGone, TimeoutError, OSError) as error:
+            scope["dspine"]["gone"] = type(error).__name__
+        finally:
+            await self._events.aclose()  # type: ignore[attr-defined]
+
+
+class Gate:
+    """ASGI middleware: the key, a request's id, its metric and its log line."""
+
+    def __init__(self, app: Any, metrics: Metrics, api_key: str | None) -> None:
+        self._app, self._metrics = app, metrics
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 0
+        facts = scope["dspine"] = {"id": uuid.uuid4().hex, "client": _client(scope)}
+
+        async def watch(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", facts["id"].encode())]}
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN_PATHS and not self._allowed(scope):
+                error = ApiError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+                error.headers["WWW-Authenticate"] = "Bearer"
+                await error_response(error)(scope, receive, watch)
+            else:
+                await self._app(scope, receive, watch)
+        finally:
+            path = scope["path"] if scope["path"] in _KNOWN else "other"
+            self._metrics.requests.labels(path, str(status or 499)).inc()
+            seconds = round(time.perf_counter() - started, 4)
+            level = logging.DEBUG if path in ("/health", "/metrics") else logging.INFO
+            log_event(level, "request", path=path, method=scope["method"], status=status or 499, seconds=seconds, **facts)
+
+    def _allowed(self, scope: Any) -> bool:
+        if self._key is None:
+            return True
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = header.partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+def _client(scope: Any) -> str:
+    """Who asks, for the queue's turns: the key (as a digest) or the address."""
+    header = dict(scope["headers"]).get(b"authorization")
+    if header is not None:
+        return hashlib.sha256(header).hexdigest()[:12]
+    return scope["client"][0] if scope.get("client") else "local"
+
+
+def log_event(level: int, event: str, **fields: Any) -> None:
+    """One structured line; prompts and answers are never in it."""
+    logger.log(level, event, extra={"fields": fields})
+
+
+class JsonLines(logging.Formatter):
+    """Log records as one JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """time, level, logger, event and its fields; an exception as text."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)

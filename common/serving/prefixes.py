@@ -1,0 +1,111 @@
+"""Prefix cache: committed tokens of finished sequences, target K/V and the drafter's features together, within a byte limit.
+
+The two parts are kept and dropped as one (case R4): a prefix without the drafter's part serves only requests that draft
+nothing. Sequences that are still running lend their rows too. Everything here runs on the worker's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dspine.common.decoding import DecodingLoop
+from dspine.common.protocols import PrefixOps
+
+MIN_TOKENS = 8  # below this a copy costs as much as the tokens
+
+
+@dataclass
+class Entry:
+    """A kept prefix. `tokens` int32 [n]: what the rows belong to."""
+
+    tokens: np.ndarray
+    saved: Any
+    nbytes: int
+    drafts: bool
+
+
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common prefix of two int arrays."""
+    size = min(len(a), len(b))
+    differs = np.flatnonzero(a[:size] != b[:size])
+    return int(differs[0]) if differs.size else size
+
+
+class PrefixCache:
+    """Least recently used first out. Invariant: `nbytes` is the sum over entries and at most `limit`, before and after
+    every call and while a new entry is being copied."""
+
+    def __init__(self, ops: PrefixOps | None, limit: int) -> None:
+        self._ops = ops if limit > 0 else None
+        self.limit = limit if self._ops is not None else 0
+        self._entries: list[Entry] = []  # oldest use first
+        self.nbytes = 0
+        self.hits = self.misses = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def fill(self, loop: DecodingLoop, others: Iterable[tuple[np.ndarray, DecodingLoop]] = ()) -> int:
+        """Start `loop` from the longest prefix that is known; returns the tokens reused (also in the loop's statistics).
+
+        others: (tokens, loop) of running sequences whose committed rows may be copied.
+        """
+        if self._ops is None:
+            return 0
+        wanted, most = loop.prompt, len(loop.prompt) - 1  # one token must be left: its logits start the answer
+        drafts = loop.draft_cache is not None
+        best, source = MIN_TOKENS - 1, None
+        for entry in self._entries:
+            length = min(common_length(entry.tokens, wanted), most)
+            if length > best and (entry.drafts or not drafts):
+                best, source = length, entry
+        for tokens, other in others:
+            length = min(common_length(tokens, wanted), most)
+            if length > best and (other.draft_cache is not None or not drafts):
+                best, source = length, other
+        if source is None:
+            self.misses += 1
+            return 0
+        if isinstance(source, Entry):
+            self._entries.remove(source)
+            self._entries.append(source)
+            self._ops.load(source.saved, loop.cache, loop.draft_cache, best)
+        else:
+            self._ops.copy(source.cache, source.draft_cache, loop.cache, loop.draft_cache, best)
+        loop.reuse(best)
+        self.hits += 1
+        return best
+
+    def keep(self, tokens: np.ndarray, loop: DecodingLoop) -> bool:
+        """Keep the committed tokens of a loop (finished, or cancelled: never more than was committed)."""
+        if self._ops is None or len(tokens) < MIN_TOKENS:
+            return False
+        drafts = loop.draft_cache is not None
+        for entry in list(self._entries):
+            shared = common_length(entry.tokens, tokens)
+            if shared == len(tokens) and entry.drafts >= drafts:  # known already
+                self._entries.remove(entry)
+                self._entries.append(entry)
+                return True
+            if shared == len(entry.tokens) and drafts >= entry.drafts:  # the new one says all that this one says
+                self._drop(entry)
+        size = self._ops.nbytes(loop.cache, loop.draft_cache, len(tokens))
+        if size > self.limit:
+            return False
+        while self.nbytes + size > self.limit:
+            self._drop(self._entries[0])
+        self._entries.append(Entry(tokens, self._ops.save(loop.cache, loop.draft_cache, len(tokens)), size, drafts))
+        self.nbytes += size
+        return True
+
+    def _drop(self, entry: Entry) -> None:
+        self._entries.remove(entry)
+        self.nbytes -= entry.nbytes
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._entries, self.nbytes = [], 0

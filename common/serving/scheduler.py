@@ -1,0 +1,301 @@
+"""The worker: one thread that loads the engine, owns the device, and runs every round (case V1).
+
+A turn of the loop: drop cancelled jobs, admit waiting ones, read some prompt tokens, run one round of every running
+sequence. So a request joins and leaves between rounds, a long prompt holds the others up for one chunk at most, and a
+client that goes away costs at most the round it is in (case V3).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from dspine.common.decoding import DecodingLoop, Round
+from dspine.common.errors import BackendError, DSpineError
+from dspine.common.protocols import Engine, ServingRuntime, ServingSupport
+from dspine.common.runtimes import load_runtime
+from dspine.common.serving.errors import ApiError
+from dspine.common.serving.jobs import Job
+from dspine.common.serving.metrics import Metrics
+from dspine.common.serving.prefixes import PrefixCache
+from dspine.common.serving.queue import FairQueue
+from dspine.common.serving.rounds import BatchRounds, measure_costs
+
+logger = logging.getLogger("dspine.server")
+# what a request, or the device under it, can raise: it ends that request; anything else ends the server
+FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """max_concurrency: sequences that run at once; max_queue: jobs that wait; prefill_chunk: prompt tokens read between two
+    rounds; prefix_bytes: limit of the prefix cache, 0 is off; batch: run several sequences as one batch where possible."""
+
+    max_concurrency: int = 8
+    max_queue: int = 64
+    prefill_chunk: int = 512
+    prefix_bytes: int = 256 * 2**20
+    batch: bool = True
+
+
+class Scheduler:
+    """Jobs in, updates out. `submit` may be called from any thread; sinks are called on the worker's."""
+
+    def __init__(self, load: Callable[[], Engine], settings: SchedulerSettings, metrics: Metrics) -> None:
+        self._load, self.settings, self.metrics = load, settings, metrics
+        self._condition = threading.Condition()
+        self._queue = FairQueue()
+        self._running: list[Job] = []
+        self._stopping = self._abandon = False
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._opened = False
+        self.bytes_per_token: int | None = None  # of both caches; None where they do not say
+        self._thread = threading.Thread(target=self._main, name="dspine-worker", daemon=True)
+        self.engine: Engine
+        self.support = ServingSupport(None, None, "not loaded")
+        self.prefixes = PrefixCache(None, 0)
+        self._rounds: BatchRounds | None = None
+        self._mean_seconds = 2.0  # of a job, running: for Retry-After
+        self._turn = 0
+
+    # called from other threads
+
+    def start(self) -> Engine:
+        """Load on the worker's thread and wait for it; raises what loading raised."""
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+        if not self._opened:
+            raise BackendError("the worker thread ended while loading")
+        return self.engine
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker is there and takes jobs."""
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """Sequences running and jobs waiting."""
+        with self._condition:
+            return len(self._running), len(self._queue)
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Queue the jobs of one request, all or none. ApiError 429 where the line is full, 503 where the server stops."""
+        with self._condition:
+            if self._stopping or not self._thread.is_alive():
+                raise ApiError("the server is shutting down", status=503, code="shutting_down", headers={"Retry-After": "5"})
+            free = self.settings.max_concurrency - len(self._running)
+            if len(self._queue) + len(jobs) > self.settings.max_queue + max(free, 0):
+                wait = str(self._retry_after())
+                self.metrics.rejected.inc()
+                raise ApiError(
+                    f"the queue is full ({len(self._queue)} waiting, {len(self._running)} running): try again in {wait} s",
+                    status=429,
+                    code="queue_full",
+                    headers={"Retry-After": wait},
+                )
+            for job in jobs:
+                self._queue.push(job)
+            self._condition.notify()
+
+    def _retry_after(self) -> int:
+        waiting = len(self._queue) + 1
+        return int(min(max(self._mean_seconds * waiting / self.settings.max_concurrency, 1), 60))
+
+    def cancel(self, jobs: list[Job]) -> None:
+        """Their client is gone: they end before the next round."""
+        with self._condition:
+            for job in jobs:
+                job.cancelled = True
+            self._condition.notify()
+
+    def stop(self, grace: float) -> bool:
+        """Take no more jobs, let those in the house finish for `grace` seconds, then end. True if all finished."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._thread.join(grace)
+        finished = not self._thread.is_alive()
+        with self._condition:
+            self._abandon = True
+            self._condition.notify()
+        self._thread.join(30)
+        return finished
+
+    # the worker's thread
+
+    def _main(self) -> None:
+        try:
+            self._open()
+        except (*FAILURES, ImportError) as error:  # handed to `start`, which raises it
+            self._failure = error
+            return
+        finally:
+            self._ready.set()
+        try:
+            while self._wait():
+                self._step()
+        finally:
+            self._end_all(ApiError("the server stopped before this answer was finished", status=503, code="stopped"))
+
+    def _open(self) -> None:
+        self.engine = self._load()
+        self.bytes_per_token = _bytes_per_token(self.engine)
+        runtime = load_runtime(self.engine.runtime)[0]
+        if isinstance(runtime, ServingRuntime):
+            self.support = runtime.serving(self.engine.target, self.engine.drafter)
+        else:
+            self.support = ServingSupport(None, None, f"runtime {self.engine.runtime} runs one sequence at a time, in turns")
+        self.prefixes = PrefixCache(self.support.prefixes, self.settings.prefix_bytes)
+        if self.support.batcher is not None and self.settings.batch and self.settings.max_concurrency > 1:
+            costs = measure_costs(self.engine, self.support.batcher, self.settings.max_concurrency)
+            self._rounds = BatchRounds(self.engine, self.support.batcher, costs)
+        self._opened = True
+
+    @property
+    def batches(self) -> bool:
+        """Whether several sequences run as one batch."""
+        return self._rounds is not None
+
+    def _wait(self) -> bool:
+        """Until there is something to do; false at the end."""
+        with self._condition:
+            while not self._running and not len(self._queue) and not self._stopping:
+                self._condition.wait()
+            return not self._abandon and (bool(self._running) or len(self._queue) > 0)
+
+    def _step(self) -> None:
+        """One turn."""
+        for job in self._admit():
+            self._start(job)
+        self._drop_cancelled()
+        self._read_prompts()
+        self._drop_cancelled()
+        ready = [job for job in self._running if not job.loop.reading_prompt]  # type: ignore[union-attr]
+        if len(ready) > 1 and self._rounds is not None:
+            self._batched(ready)
+        else:
+            for job in ready:
+                self._alone(job)
+        self.metrics.running.set(len(self._running))
+        self.metrics.prefix_bytes.set(self.prefixes.nbytes)
+
+    def _admit(self) -> list[Job]:
+        with self._condition:
+            self._queue.drop_cancelled()
+            free = self.settings.max_concurrency - len(self._running)
+            admitted = [self._queue.pop() for _ in range(min(free, len(self._queue)))]
+            self.metrics.waiting.set(len(self._queue))
+            self._running += admitted
+            return admitted
+
+    def _start(self, job: Job) -> None:
+        try:
+            loop = job.open(self.engine)
+            self.prefixes.fill(loop, ((_tokens(other), other) for other in self._loops(besides=job)))
+        except FAILURES as error:
+            self._fail(job, error)
+
+    def _loops(self, besides: Job) -> list[DecodingLoop]:
+        return [job.loop for job in self._running if job.loop is not None and job is not besides]
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._running if job.cancelled]:
+            self.metrics.cancelled.inc()
+            self._remove(job, keep=True)
+
+    def _read_prompts(self) -> None:
+        """Up to one chunk of prompt tokens in all; jobs that are reading take turns."""
+        budget = self.settings.prefill_chunk
+        reading = [job for job in self._running if job.loop.reading_prompt]  # type: ignore[union-attr]
+        self._turn += 1
+        for job in reading[self._turn % len(reading) :] + reading[: self._turn % len(reading)] if reading else ():
+            if budget <= 0:
+                return
+            left = len(job.prompt) - job.loop.committed  # type: ignore[union-attr]
+            budget -= min(left, self.settings.prefill_chunk)
+            self._alone(job)
+
+    def _alone(self, job: Job) -> None:
+        """The next step of one sequence."""
+        loop = job.loop
+        assert loop is not None
+        try:
+            self._deliver(job, loop.step())
+        except FAILURES as error:
+            self._fail(job, error)
+
+    def _batched(self, jobs: list[Job]) -> None:
+        assert self._rounds is not None
+        try:
+            results = self._rounds.run([job.loop for job in jobs])  # type: ignore[misc]
+        except FAILURES as error:
+            for job in jobs:
+                self._fail(job, error)
+            return
+        for job, result in zip(jobs, results, strict=True):
+            if isinstance(result, Round):
+                self._deliver(job, result)
+            else:
+                self._fail(job, result)
+
+    def _deliver(self, job: Job, result: Round) -> None:
+        assert job.loop is not None
+        self.metrics.round(result)
+        job.tell(result)
+        if job.loop.finish_reason is not None:
+            self._mean_seconds = 0.9 * self._mean_seconds + 0.1 * (perf_counter() - job.started)
+            self.metrics.finished(job)
+            self._remove(job, keep=True)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        """The client hears what its request did wrong; what went wrong here is logged and not shown."""
+        if not isinstance(error, ApiError):
+            if isinstance(error, DSpineError):
+                error = ApiError(str(error))
+            else:
+                logger.error("request %d failed", job.number, exc_info=error)
+                error = ApiError("generation failed on the server; its log says why", status=500, code="internal_error")
+        self.metrics.failed.inc()
+        self._remove(job, keep=False)
+        job.fail(error)
+
+    def _remove(self, job: Job, *, keep: bool) -> None:
+        with self._condition:
+            if job in self._running:
+                self._running.remove(job)
+        if keep and job.loop is not None:
+            self.prefixes.keep(_tokens(job.loop), job.loop)
+        if job.loop is not None:  # the caches go with it
+            job.loop.cache = job.loop.draft_cache = None
+
+    def _end_all(self, error: ApiError) -> None:
+        with self._condition:
+            jobs = [*self._running, *self._queue]
+            self._running, self._queue = [], FairQueue()
+        for job in jobs:
+            job.fail(error)
+
+
+def _tokens(loop: DecodingLoop) -> np.ndarray:
+    """The committed tokens of a loop."""
+    return np.asarray([*loop.prompt, *loop.output], dtype=np.int32)[: loop.committed]
+
+
+def _bytes_per_token(engine: Engine) -> int | None:
+    """From two small caches of each kind: their difference, so that fixed parts do not count."""
+    sizes = []
+    for capacity in (64, 320):
+        caches = [engine.target.make_cache(capacity)]
+        if engine.drafter is not None:
+            caches.append(engine.drafter.make_cache(capacity))
+        sizes.append(sum(getattr(cache, "nbytes", 0) for cache in caches))
+    return (sizes[1] - sizes[0]) // 256 or None
