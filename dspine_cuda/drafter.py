@@ -7,7 +7,7 @@ block_size rows, the anchor first. Attention is handed in, because only the call
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from dspine.common.configs import DrafterConfig, load_drafter_config
 from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights, inject
 from dspine.common.mask_embedding import read_mask_embedding
-from dspine.common.proposing import DraftParts, make_proposal, own_scale, scale_logits
+from dspine.common.proposing import make_proposal, own_scale, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.rope import rope_tables
 from dspine.common.transfer_space import known_token
@@ -273,7 +273,7 @@ class TorchDrafter:
         logits = self.target.head(hidden)
         logits = scale_logits(logits, self.config) if self._own_scale else logits
         if code is not None:
-            parts = DraftParts(transition=partial(self.transition, states.pre_injection[:, 0, rows], code))
+            parts = replace(parts, transition=partial(self.transition, states.pre_injection[:, 0, rows], code))
         return make_proposal(self.config, parts, hidden, logits, anchor, request)
 
     def transition(self, pre_injection: Tensor, anchor_code: Tensor, candidates: Tensor) -> Tensor:
@@ -300,7 +300,9 @@ class TorchDrafter:
     def run_block(self, anchor: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[BlockStates, Tensor | None]:
         """The layers over the blocks of `anchor` [B]; tables [R, 1, hd], or [B, R, 1, hd] where positions differ."""
         ids = torch.cat([anchor[:, None], self._mask_row.expand(anchor.shape[0], -1)], dim=1)
-        embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype) * self.config.input_embedding_scale
+        embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype)
+        if self.config.input_embedding_scale != 1.0:
+            embeddings = embeddings * self.config.input_embedding_scale
         if self._mask_embedding is not None:
             embeddings[:, 1:] = self._mask_embedding
         code = None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
