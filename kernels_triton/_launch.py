@@ -66,6 +66,17 @@ def multiply_wide(a, b):
 
 
 @triton.jit
+def multiply_terms(a, b):
+    """a @ b with a float32: two bfloat16 terms of it (16 bits) where b is bfloat16, else float32 multiply-adds."""
+    if b.dtype == tl.bfloat16:
+        high = narrow(a, tl.bfloat16)
+        rest = narrow(a - high.to(tl.float32), tl.bfloat16)
+        return multiply(rest, b) + multiply(high, b)
+    else:
+        return multiply(a, b)
+
+
+@triton.jit
 def multiply_small(a, b, SPLIT: tl.constexpr):
     """a @ b, both float32: 3xTF32 (error about 2^-22) where SPLIT, else multiply-adds."""
     if SPLIT:

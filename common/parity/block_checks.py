@@ -1,0 +1,152 @@
+"""Parity checks of what a target does with a block besides Gated DeltaNet: attention over the cache, routed experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dspine.common.parity.backends import Value
+from dspine.common.parity.checks import Check, generator
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """B sequences, w tokens, Hq and Hk heads of D, C rows of the cache."""
+
+    name: str
+    batch: int
+    count: int
+    heads: int
+    key_heads: int
+    size: int
+    capacity: int
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """N tokens, k of E experts, hidden size H, inner size I."""
+
+    name: str
+    tokens: int
+    picks: int
+    experts: int
+    hidden: int
+    inner: int
+
+
+def attention_shapes(scaled: bool) -> list[AttentionShape]:
+    """Real heads (few of them, and short caches, where a backend is emulated or interpreted), odd sizes, primes."""
+    if scaled:
+        real = [AttentionShape("qwen3-8b / 8", 1, 16, 4, 1, 128, 300), AttentionShape("qwen3.6-35b / 4", 1, 8, 4, 1, 256, 200)]
+    else:
+        real = [
+            AttentionShape("qwen3-8b", 1, 16, 32, 8, 128, 2304),
+            AttentionShape("qwen3.6-35b", 1, 16, 16, 2, 256, 2304),
+            AttentionShape("smollm2", 1, 8, 9, 3, 64, 1024),
+        ]
+    return [*real, AttentionShape("odd B=3", 3, 5, 6, 2, 48, 270), AttentionShape("w=1", 2, 1, 8, 2, 64, 150)]
+
+
+def expert_shapes(scaled: bool) -> list[ExpertShape]:
+    """Real experts, or few and narrow ones of the same numbers of picks; odd sizes."""
+    real = (
+        [ExpertShape("qwen3.6-35b / 8", 16, 8, 32, 256, 64)] if scaled else [ExpertShape("qwen3.6-35b", 16, 8, 256, 2048, 512)]
+    )
+    return [*real, ExpertShape("hybrid-tiny", 16, 4, 32, 256, 80), ExpertShape("odd", 5, 3, 7, 130, 37)]
+
+
+def checks(scaled: bool) -> Iterator[Check]:
+    """Every check of the two operations."""
+    for shape in attention_shapes(scaled):
+        for family in ("random", "not-causal", "window", "large", "no-context"):
+            yield _attention_check(shape, family)
+    for size in expert_shapes(scaled):
+        for family in ("random", "one-token", "same-experts", "zero-weights"):
+            yield _experts_check(size, family)
+
+
+def _attention_inputs(shape: AttentionShape, family: str) -> tuple[Any, ...]:
+    rng = generator("attention", shape.name, family)
+    query = rng.normal(size=(shape.batch, shape.count, shape.heads, shape.size))
+    keys, values = (rng.normal(size=(shape.batch, shape.key_heads, shape.capacity, shape.size)) for _ in range(2))
+    if family == "large":  # scores of some hundreds: the exponential must not overflow
+        query, keys = query * 30, keys * 30
+    lengths = rng.integers(0, shape.capacity - shape.count + 1, size=shape.batch)
+    lengths[0] = 0 if family == "no-context" else shape.capacity - shape.count
+    for i, length in enumerate(lengths):
+        keys[i, :, length + shape.count :] = np.nan
+        values[i, :, length + shape.count :] = np.nan
+    window = 37 if family == "window" else None
+    return Value(query), Value(keys), Value(values), Value(lengths, "int"), shape.size**-0.5, family != "not-causal", window
+
+
+def _attention(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    """Token by token over exactly the rows it sees."""
+    query, keys, values, lengths, scale, causal, window = args
+    out = np.empty_like(query)
+    batch, count, heads, _ = query.shape
+    group = heads // keys.shape[1]
+    for b in range(batch):
+        for i in range(count):
+            place = int(lengths[b]) + i
+            end = place + 1 if causal else int(lengths[b]) + count
+            begin = 0 if window is None else max(0, place - window + 1)
+            for h in range(heads):
+                score = keys[b, h // group, begin:end] @ query[b, i, h] * scale
+                weight = np.exp(score - score.max())
+                out[b, i, h] = weight @ values[b, h // group, begin:end] / weight.sum()
+    return {"out": out}
+
+
+def _attention_check(shape: AttentionShape, family: str) -> Check:
+    return Check(
+        op="block_attention",
+        shape=shape.name,
+        family=family,
+        build=lambda: _attention_inputs(shape, family),
+        run=lambda call, args: {"out": call("block_attention", *args)},
+        expect=_attention,
+        kinds={"out": "out"},
+        hostile=family == "large",
+    )
+
+
+def _expert_inputs(shape: ExpertShape, family: str) -> tuple[Any, ...]:
+    rng = generator("experts", shape.name, family)
+    tokens = 1 if family == "one-token" else shape.tokens
+    x = rng.normal(size=(tokens, shape.hidden))
+    gate_up = rng.normal(size=(shape.experts, 2 * shape.inner, shape.hidden)) / shape.hidden**0.5
+    down = rng.normal(size=(shape.experts, shape.hidden, shape.inner)) / shape.inner**0.5
+    picks = np.stack([rng.permutation(shape.experts)[: shape.picks] for _ in range(tokens)])
+    if family == "same-experts":  # every token hits the same ones, each in an order of its own
+        picks = np.stack([rng.permutation(picks[0]) for _ in range(tokens)])
+    weights = rng.uniform(0.05, 1, size=picks.shape)
+    if family == "zero-weights":
+        weights[:, 1:] = 0.0
+    return Value(x), Value(picks, "int"), Value(weights, "f32"), Value(gate_up), Value(down)
+
+
+def _experts(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    x, picks, weights, gate_up, down = args
+    inner = down.shape[2]
+    out = np.zeros_like(x)
+    for n in range(x.shape[0]):
+        for expert, weight in zip(picks[n], weights[n], strict=True):
+            gate, up = gate_up[expert, :inner] @ x[n], gate_up[expert, inner:] @ x[n]
+            out[n] += weight * (down[expert] @ (gate * np.exp(-np.logaddexp(0, -gate)) * up))
+    return {"out": out}
+
+
+def _experts_check(shape: ExpertShape, family: str) -> Check:
+    return Check(
+        op="routed_experts",
+        shape=shape.name,
+        family=family,
+        build=lambda: _expert_inputs(shape, family),
+        run=lambda call, args: {"out": call("routed_experts", *args)},
+        expect=_experts,
+        kinds={"out": "out"},
+    )

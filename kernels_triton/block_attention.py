@@ -1,0 +1,183 @@
+"""Attention of 1..16 new tokens over a long cache, split over its rows, lengths read on the device.
+
+Every program takes one chunk of the cache for all query heads of a key head; chunks behind the sequence's end leave at
+once. A second launch joins the chunks. Chunks have fixed borders and a row's place in a tile does not depend on w, so a
+token's numbers are the same alone and in a block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dspine.common import attention
+from dspine.kernels_triton import _launch
+from dspine.kernels_triton._launch import (
+    FLOATS,
+    INTERPRETED,
+    contiguous,
+    multiply,
+    multiply_terms,
+    narrow,
+    overlaps,
+    power_of_2,
+)
+
+MAX_TOKENS, ROWS, TILE = 16, 64, 64  # rows: of a tile of queries
+PARTS = 64  # chunks of a full cache, at most
+
+
+def chunk_of(capacity: int) -> int:
+    """Rows of the cache that one program takes: at least 128, a power of two, the same for every length and w."""
+    return max(128, power_of_2(triton.cdiv(capacity, PARTS)))
+
+
+@triton.jit
+def _chunk_kernel(
+    query, keys, values, lengths, mixed, top, total, scale, capacity,
+    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, W: tl.constexpr, BR: tl.constexpr,
+    CHUNK: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+    part, pair = tl.program_id(0), tl.program_id(1)  # pair: batch x key head
+    batch, key_head = pair // HK, pair % HK
+    length = tl.load(lengths + batch).to(tl.int32)
+    end = length + W
+    start = part * CHUNK
+    rows = tl.program_id(2) * BR + tl.arange(0, BR)
+    token = rows // G
+    place = length + token
+    if WINDOW > 0:
+        reached = start + CHUNK > length - WINDOW  # the first token's window
+    else:
+        reached = True
+    if (start < end) & reached:
+        live = token < W
+        dim = tl.arange(0, D_PAD)
+        of_row = live[:, None] & (dim < D)[None, :]
+        head = key_head * G + rows % G
+        q = tl.load(
+            query + ((batch * W + token)[:, None] * (HK * G) + head[:, None]) * D + dim[None, :], mask=of_row, other=0.0
+        )
+        first = pair.to(tl.int64) * capacity * D
+        largest = tl.full([BR], -float("inf"), tl.float32)
+        weights = tl.zeros([BR], tl.float32)
+        out = tl.zeros([BR, D_PAD], tl.float32)
+        for step in range(0, CHUNK, BT):
+            column = start + step + tl.arange(0, BT)
+            inside = column < end
+            k = tl.load(keys + first + column[None, :] * D + dim[:, None], mask=inside[None, :] & (dim < D)[:, None], other=0.0)
+            v = tl.load(
+                values + first + column[:, None] * D + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0.0
+            )
+            score = multiply(q, k) * scale
+            seen = inside[None, :] & live[:, None]
+            if CAUSAL:
+                seen = seen & (column[None, :] <= place[:, None])
+            if WINDOW > 0:
+                seen = seen & (column[None, :] > place[:, None] - WINDOW)
+            score = tl.where(seen, score, -float("inf"))
+            new = tl.maximum(largest, tl.max(score, 1))
+            safe = tl.where(new > -float("inf"), new, 0.0)
+            kept = tl.exp(largest - safe)
+            weight = tl.exp(score - safe[:, None])
+            weights = weights * kept + tl.sum(weight, 1)
+            out = out * kept[:, None] + multiply_terms(weight, v)
+            largest = new
+        at = (pair.to(tl.int64) * tl.num_programs(0) + part) * (W * G) + rows
+        tl.store(top + at, largest, mask=live)
+        tl.store(total + at, weights, mask=live)
+        tl.store(mixed + at[:, None] * D + dim[None, :], out, mask=of_row)
+
+
+@triton.jit
+def _join_kernel(
+    mixed, top, total, lengths, out, parts,
+    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, W: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    row, pair = tl.program_id(0), tl.program_id(1)  # row: token x head of the group
+    batch, key_head = pair // HK, pair % HK
+    if OVERLAP:
+        gdc_wait()
+    length = tl.load(lengths + batch).to(tl.int32)
+    dim, part = tl.arange(0, D_PAD), tl.arange(0, PARTS)
+    live = part * CHUNK < length + W
+    if WINDOW > 0:
+        live = live & (part * CHUNK + CHUNK > length - WINDOW)
+    at = (pair.to(tl.int64) * parts + part) * (W * G) + row
+    largest = tl.load(top + at, mask=live, other=-float("inf"))
+    weight = tl.exp(largest - tl.max(largest, 0))
+    whole = tl.sum(weight * tl.load(total + at, mask=live, other=0.0), 0)
+    inside = live[:, None] & (dim < D)[None, :]
+    joined = tl.sum(weight[:, None] * tl.load(mixed + at[:, None] * D + dim[None, :], mask=inside, other=0.0), 0) / whole
+    place = (batch * W + row // G) * (HK * G) + key_head * G + row % G
+    tl.store(out + place.to(tl.int64) * D + dim, narrow(joined, out.dtype.element_ty), mask=dim < D)
+
+
+def supports(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, *_: object, **__: object) -> bool:
+    """At most 16 tokens, heads of 16 to 256, one dtype out of bfloat16 and float32, contiguous caches."""
+    one = query.dtype == keys.dtype == values.dtype and query.dtype in FLOATS
+    return one and 1 <= query.shape[1] <= MAX_TOKENS and 16 <= query.shape[-1] <= 256 and keys.is_contiguous()
+
+
+def launch(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, scratch: tuple[Tensor, Tensor, Tensor],
+    scale: float, causal: bool, window: int | None,
+) -> None:  # fmt: skip
+    """Launch into `out`; scratch as `scratch_of` makes it. All contiguous, none checked."""
+    batch, count, heads, size = query.shape
+    key_heads, capacity = keys.shape[1], keys.shape[2]
+    group, chunk = heads // key_heads, chunk_of(capacity)
+    if INTERPRETED:
+        chunk = max(chunk, 256)
+    parts = triton.cdiv(capacity, chunk)
+    shape = {"HK": key_heads, "G": group, "D": size, "D_PAD": power_of_2(size, 16), "W": count, "CHUNK": chunk}
+    shape |= {"WINDOW": window or 0, "OVERLAP": overlaps(query)}
+    rows = min(ROWS, power_of_2(MAX_TOKENS * group, 16))
+    mixed, top, total = scratch
+    _chunk_kernel[(parts, batch * key_heads, triton.cdiv(count * group, rows))](
+        query, keys, values, lengths, mixed, top, total, scale, capacity, BR=rows, BT=TILE, CAUSAL=causal,
+        num_warps=4 if size <= 128 else 8, **shape,
+    )  # fmt: skip
+    _join_kernel[(count * group, batch * key_heads)](
+        mixed,
+        top,
+        total,
+        lengths,
+        out,
+        parts,
+        PARTS=power_of_2(parts, 16),
+        num_warps=4,
+        **shape,
+        **({"launch_pdl": True} if shape["OVERLAP"] else {}),
+    )
+
+
+def scratch_of(query: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the chunks' results: mixed float32 [B * Hk * parts * w * G, D] and two float32 vectors."""
+    batch, count, heads, size = query.shape
+    entries = batch * heads * count * triton.cdiv(capacity, chunk_of(capacity))
+    kind = {"dtype": torch.float32, "device": query.device}
+    return torch.empty((entries, size), **kind), torch.empty(entries, **kind), torch.empty(entries, **kind)
+
+
+def block_attention(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, causal: bool = True, window: int | None = None
+) -> Tensor:
+    """`common.attention.block_attention`: the same arguments, results and errors; keys and values must be contiguous."""
+    attention.check_block_attention(query, keys, values, lengths, window)
+    contiguous("block_attention", keys=keys, values=values)
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    launch(query, keys, values, lengths, out, scratch_of(query, keys.shape[2]), scale, causal, window)
+    return out
+
+
+def register() -> None:
+    """Tell the core about `block_attention` on CUDA."""
+    _launch.register(block_attention, supports)
