@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dspine.common.cli.calibrations import calibration_rows
 from dspine.common.cli.generate import preparing
 from dspine.common.embedded import EMBEDDED_NAME, embedded_folder, is_prepared
 from dspine.common.environment import cache_folder, kernel_choice
@@ -40,6 +41,7 @@ def info() -> None:
     fallback = "all operations run the core's own code" if not kernels else "every other operation runs the core's own code"
     console.print(titled_table(f"Kernels (DSPINE_KERNELS={kernel_choice()})", [*kernels, ("reference", fallback)]))
     console.print(titled_table("Models", [("cache", str(cache_folder())), *_embedded_rows()]))
+    console.print(titled_table("Calibrations", calibration_rows()))
 
 
 def titled_table(title: str, rows: list[tuple[str, str]]) -> Table:

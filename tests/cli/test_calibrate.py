@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dspine.common import runtimes
+from dspine.common.models import ShippedPair
 from dspine.common.selection.calibration import load_calibration
 from dspine.common.tokenizer import encode_prompt, load_tokenizer
 from tests.cli.conftest import CONTEXT, PROMPT, Point, ToyRuntime, logits_of
@@ -84,6 +85,25 @@ def test_policy_without_and_with_a_wrong_file(pair, dspine, tmp_path):
     assert wrong.code == 2 and "calibrated for 'mlx', here 'toy'" in wrong.err
     assert generate(dspine, pair, "--no-draft", "--calibration", out).code == 2
     assert generate(dspine, pair, "--policy", "hybridspec", "--acceptance", "rejection", "--temp", "1").code == 2
+
+
+def test_info_shows_files_and_whether_they_fit(pair, dspine, monkeypatch):
+    from dspine.common.cli import calibrations
+
+    monkeypatch.setattr(calibrations, "checkpoints_folder", lambda: pair)
+    monkeypatch.setattr(calibrations, "SHIPPED_PAIRS", (ShippedPair("model", "draft"),))
+    shown = " ".join(dspine("info").out.split())
+    assert "Calibrations none" in shown and "toy-cpu" in shown
+    assert calibrate(dspine, pair).code == 0
+    (pair / "draft" / "calibration.mlx-cpu.json").write_text("{")
+    rows = dict(calibrations.calibration_rows())
+    assert "matches: `auto` takes hybridspec on toy, cpu" in rows["model: calibration.toy-cpu.json"]
+    assert "damaged" in rows["model: calibration.mlx-cpu.json"]
+    path = pair / "draft" / "calibration.toy-cpu.json"
+    path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda-nvidia-h200"'))
+    assert "for toy on cuda-nvidia-h200; here: toy on cpu" in calibrations.verdict(path, [("toy", "cpu")])
+    (pair / "draft" / "config.json").write_text('{"changed": 1}')
+    assert "does not match: made for drafter weights" in calibrations.verdict(path, [("toy", "cpu")])
 
 
 def test_repeats_and_overlaps_are_refused_by_line(pair, dspine):
