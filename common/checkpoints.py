@@ -23,7 +23,7 @@ from dspine.common.transfer_space import TransferBasis, transfer_codes
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32,
-    "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8, "BOOL": np.bool_,
+    "I64": np.int64, "I32": np.int32, "U8": np.uint8, "I8": np.int8, "BOOL": np.bool_, "F8_E4M3": np.uint8,
 }  # fmt: skip
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SCALED_EMBEDDINGS = ("gemma", "granite", "minicpm")

@@ -239,14 +239,17 @@ def eos_token_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     return frozenset(found)
 
 
-def read_target_config(folder: Path) -> dict[str, Any]:
-    """config.json of a target; a quantised checkpoint is refused here, since nothing below could read it."""
+def read_target_config(folder: Path, *, fp8_families: tuple[str, ...] = ()) -> dict[str, Any]:
+    """config.json of a target; a quantised checkpoint is refused here, since nothing below could read it. Only the loaders of
+    `fp8_families` multiply FP8 blocks out."""
     data = read_config(folder)
     if not isinstance(data.get("model_type"), str):
         raise CheckpointError(f"{Path(folder) / 'config.json'}: model_type is missing; expected a Hugging Face model folder")
     method = data.get("quantization_config") or data.get("quantization")
     if method:
         name = method.get("quant_method", "affine") if isinstance(method, dict) else method
+        if name == "fp8" and data["model_type"] in fp8_families:
+            return data
         raise CheckpointError(
             f"{folder}: quantised weights ({name}) are not read by the torch runtime; use the unquantised "
             "checkpoint, or the MLX runtime for MLX's form"

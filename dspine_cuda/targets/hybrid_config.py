@@ -229,3 +229,16 @@ def rollback_bytes(config: HybridConfig, w: int, itemsize: int = 2) -> tuple[int
     factors = 4 * w * layout.value_heads * (layout.value_dim + 1) + itemsize * w * layout.key_heads * layout.key_dim
     states = 4 * w * layout.value_heads * layout.value_dim * layout.key_dim
     return layers * (factors + inputs), layers * (states + inputs)
+
+
+def fp8_block(data: dict[str, Any], where: str) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in an FP8 checkpoint; None for an unquantised one."""
+    method = data.get("quantization_config")
+    if not method:
+        return None
+    size = method.get("weight_block_size")
+    if not (isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
+        raise CheckpointError(
+            f"{where}: quantised weights (fp8) without weight_block_size [rows, columns] are not read, got {size!r}"
+        )
+    return size[0], size[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from dspine.common.errors import BackendError, DSpineError
 from dspine.common.protocols import Target, TargetInfo
 from dspine_cuda.targets.config import eos_token_ids, lean_obstacle, parse_decoder_config, read_target_config
-from dspine_cuda.targets.hybrid_config import HYBRID_FAMILIES, parse_hybrid_config, text_config
+from dspine_cuda.targets.hybrid_config import HYBRID_FAMILIES, fp8_block, parse_hybrid_config, text_config
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 SMALL_HIDDEN = 1024  # hybrids up to this size run in float32 on the CPU by default: their products are bound by call overhead
@@ -60,7 +61,7 @@ def load_target(folder: Path, *, device: str = "auto", dtype: str = "auto") -> T
     """
     folder = Path(folder)
     where = str(folder / "config.json")
-    data = read_target_config(folder)
+    data = read_target_config(folder, fp8_families=HYBRID_FAMILIES)
     place = choose_device(device)
     if data["model_type"] in HYBRID_FAMILIES:
         return _load_hybrid(folder, data, place, dtype)
@@ -98,12 +99,15 @@ def _load_hybrid(folder: Path, data: dict[str, Any], place: torch.device, dtype:
     number, why = choose_dtype(dtype, place)
     if dtype == "auto" and place.type == "cpu" and config.hidden_size <= SMALL_HIDDEN:
         number, why = torch.float32, f"float32: faster than bfloat16 on the CPU for a hidden size of {config.hidden_size}"
+    block = fp8_block(data, where)
     facts = {name: getattr(config, name) for name in ("num_layers", "hidden_size", "vocab_size", "context_length")}
     gdn, moe = len(config.gdn_layers), len(config.moe_layers)
     layers = f"{gdn} GDN and {config.num_layers - gdn} attention layers, {moe} with experts"
     adapter = f"lean hybrid decoder, {config.model_type} family ({layers}); {why}"
-    info = _info(folder, text_config(data, where) | {"model_type": config.model_type}, place, number, adapter, facts)
-    return HybridTarget(folder, config, info, HybridTensors(folder))
+    info = _info(folder, text_config(data, where), place, number, adapter, facts)
+    if block is not None:
+        info = replace(info, quantization=f"fp8 blocks of {block[0]} x {block[1]}, multiplied out at load")
+    return HybridTarget(folder, config, info, HybridTensors(folder, block))
 
 
 def _info(

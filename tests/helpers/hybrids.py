@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from dspine.common.protocols import Proposal
 from tests.helpers.models import VOCAB
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
@@ -31,7 +33,7 @@ def hybrid_config(family: str, **changes: Any) -> Any:
     facts: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0, "initializer_range": 0.25,
+        "pad_token_id": 0, "initializer_range": 0.2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
     }  # fmt: skip
     if family == "qwen3_moe":
@@ -113,3 +115,42 @@ def fused_experts(tensors: dict[str, torch.Tensor], experts: int) -> dict[str, t
         out[prefix + "experts.gate_up_proj"] = torch.cat([part("gate"), part("up")], dim=1)
         out[prefix + "experts.down_proj"] = part("down")
     return out
+
+
+def reference(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits [B, T, V] and every layer's output, of `transformers` in float64: in float32 it is no closer to the truth than
+    the decoder under test. (Its grouped product has no float64: experts run one by one.)"""
+    outputs: list[torch.Tensor] = []
+    model.set_experts_implementation("eager")
+    hooks = [layer.register_forward_hook(lambda module, inputs, output: outputs.append(output)) for layer in model.model.layers]
+    model.double()
+    with torch.no_grad():
+        logits = model(ids).logits
+    for hook in hooks:
+        hook.remove()
+    model.float()
+    return logits.float(), [output.float() for output in outputs]
+
+
+class ForcedDrafter:
+    """Drafts the right text `text` after `prompt`, put wrong at the places that `wrong(position)` names."""
+
+    def __init__(self, prompt: list[int], text: list[int], block: int, wrong: Any) -> None:
+        self.prompt, self.text, self.wrong = prompt, text, wrong
+        self.config = SimpleNamespace(block_size=block, num_proposals=block - 1, method="dflash")
+        self.info: dict[str, Any] = {}
+        self.rounds = 0
+
+    def make_cache(self, capacity: int) -> dict[str, int]:
+        return {"length": 0}
+
+    def commit(self, cache: dict[str, int], features: torch.Tensor) -> None:
+        cache["length"] += features.shape[1]
+
+    def propose(self, cache: dict[str, int], anchor: torch.Tensor, request: Any) -> Proposal:
+        self.rounds += 1
+        start = cache["length"] - len(self.prompt) + 1
+        rows = [self.text[i] if i < len(self.text) else 0 for i in range(start, start + self.config.num_proposals)]
+        rows = [(token + bool(self.wrong(i))) % VOCAB for i, token in enumerate(rows, start=start)]
+        device = anchor.device
+        return Proposal(torch.tensor([rows], dtype=torch.int32, device=device), torch.ones(1, dtype=torch.bool, device=device))
