@@ -45,7 +45,7 @@ def as_stored(name: str, master: Tensor, forms: Mapping[str, GroupForm]) -> Tens
 def rounded_norm(weight: Tensor) -> Tensor:
     """A norm weight around zero, moved so that bfloat16 holds 1 + weight too: some readers add the 1 in bfloat16 (mlx_lm), some
     in float32 (transformers), and both must get one model."""
-    return (1.0 + weight.float()).bfloat16().float() - 1.0
+    return (1.0 + weight.bfloat16().float()).bfloat16().float() - 1.0
 
 
 @torch.no_grad()
