@@ -1,4 +1,4 @@
-"""DSpine and DFlash drafters in MLX (`algorithms` 1, `docs/formats.md`).
+"""Drafters of the DFlash family in MLX (`algorithms` 1, `docs/formats.md`).
 
 Names of modules are the checkpoint's. A block is [B, R, H]: R = block_size rows, the anchor first. Attention is handed
 in, because only the caller knows where context K/V live.
@@ -7,7 +7,7 @@ in, because only the caller knows where context K/V live.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,23 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dspine.common.arrays import top_k
 from dspine.common.checkpoints import DraftTensors, check_pair, expected_tensors
 from dspine.common.configs import DrafterConfig, load_drafter_config
 from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights, inject
+from dspine.common.mask_embedding import read_mask_embedding
+from dspine.common.proposing import make_proposal, own_scale, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.rope import rope_tables
-from dspine.common.sampling import sample_candidates
-from dspine.common.signals import draft_signals
 from dspine.common.transfer_space import known_token
-from dspine.common.transition import path_walk, path_walk_sampled, refine, transition_scores
+from dspine.common.transition import refine, transition_scores
 from dspine_mlx import ops
 from dspine_mlx.compiled import COMMIT_LENGTHS, Parts, compiling_pays
 from dspine_mlx.draft_cache import DraftCache
+from dspine_mlx.draft_heads import GroupedConv, add_heads, draft_parts
 
 Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
 Mask = mx.array | str | None
-INDEPENDENT_CANDIDATES = 16  # DFlash at temperature > 0 draws each position within its own top 16
 
 
 class DraftAttention(nn.Module):
@@ -90,6 +89,8 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DraftAttention(config)
         self.mlp = DraftMLP(config)
+        self.attention_conv = GroupedConv(config) if config.conv is not None else None
+        self.mlp_conv = GroupedConv(config) if config.conv is not None else None
 
 
 class Injection(nn.Module):
@@ -138,6 +139,7 @@ class DrafterModel(nn.Module):
         self.layers = [DraftLayer(config) for _ in range(config.num_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.injection = Injection(config) if config.dspine is not None else None
+        add_heads(self, config)
         self._transfer_codes: mx.array | None = None
         self._rope: tuple[mx.array, mx.array] | None = None
 
@@ -192,38 +194,50 @@ class DrafterModel(nn.Module):
         codes = () if anchor_code is None else (anchor_code,)
         collected = []
         for index in range(len(self.layers)):
-            query, key, value = parts.run(("enter", index), lambda i=index: partial(self.enter, i), h, cos, sin)
-            mixed = attend(index, query, key, value)
+            entered = parts.run(("enter", index), lambda i=index: partial(self.enter, i), h, cos, sin)
+            mixed, kernel = attend(index, *entered[:3]), entered[3:]
             replaced = replacement if self.injection is not None and index < self.config.dspine.replacement_layers else None  # type: ignore[union-attr]
             if replaced is None:
-                pre, h = parts.run(("leave", index), lambda i=index: partial(self.leave, i), h, mixed, *codes)
+                pre, h = parts.run(("leave", index), lambda i=index: partial(self.leave, i), h, mixed, *kernel, *codes)
             else:
                 pre, h = self.leave(index, h, mixed, anchor_code, replaced)
             if collect:
                 collected.append((pre, h))
         return BlockStates(self.norm(h), pre, collected)
 
-    def enter(self, index: int, h: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Layer `index` up to its attention: h [B, R, H] -> q [B, heads, R, hd], k and v [B, kv_heads, R, hd]."""
+    def enter(self, index: int, h: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, ...]:
+        """Layer `index` up to its attention: h [B, R, H] -> q [B, heads, R, hd], k and v [B, kv_heads, R, hd], and in DFlash2
+        the kernel of the convolution behind it."""
         layer = self.layers[index]
-        normed = layer.input_layernorm(h)
-        return layer.self_attn.query(normed, cos, sin), *layer.self_attn.key_value(normed, cos, sin)
+        normed, kernel = layer.input_layernorm(h), ()
+        if layer.attention_conv is not None:
+            normed, after = layer.attention_conv.prepare(normed)
+            kernel = (after,)
+        return layer.self_attn.query(normed, cos, sin), *layer.self_attn.key_value(normed, cos, sin), *kernel
 
     def leave(
         self,
         index: int,
         h: mx.array,
         mixed: mx.array,
-        anchor_code: mx.array | None = None,
+        extra: mx.array | None = None,
         replacement: tuple[mx.array, mx.array] | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """Layer `index` from its attention on: mixed [B, heads, R, hd] -> (u, h) [B, R, H]; equal without injection."""
+        """Layer `index` from its attention on: mixed [B, heads, R, hd] -> (u, h) [B, R, H]; equal without injection. `extra`:
+        sqrt(r) C_x0 [B, r] in DSpine, the kernel of the convolution behind the attention in DFlash2."""
         layer = self.layers[index]
-        h = h + layer.self_attn.o_proj(mx.flatten(mx.swapaxes(mixed, 1, 2), -2))
-        pre = h + layer.mlp(layer.post_attention_layernorm(h))
+        mixed = layer.self_attn.o_proj(mx.flatten(mx.swapaxes(mixed, 1, 2), -2))
+        if layer.attention_conv is not None:
+            mixed = layer.attention_conv.finish(mixed, extra)
+        h = h + mixed
+        normed, kernel = layer.post_attention_layernorm(h), None
+        if layer.mlp_conv is not None:
+            normed, kernel = layer.mlp_conv.prepare(normed)
+        inner = layer.mlp(normed)
+        pre = h + (inner if kernel is None else layer.mlp_conv.finish(inner, kernel))
         if self.injection is None:
             return pre, pre
-        return pre, inject(pre, anchor_code, self.injection.layer(index), replacement)
+        return pre, inject(pre, extra, self.injection.layer(index), replacement)
 
     def context_rows(self, features: mx.array, cos: mx.array, sin: mx.array) -> list[mx.array]:
         """Context K/V of new tokens: features [B, T, F] -> k, v of layer 0, k, v of layer 1, ... [B, kv_heads, T, hd]."""
@@ -249,7 +263,15 @@ class MlxDrafter:
         self.model, self.target, self.info = model, target, info
         self.config = model.config
         self.rules = self.config.mask_rules()
+        self.heads = draft_parts(model, target)
+        self._mask_embedding: mx.array | None = None
+        self._own_scale = own_scale(self.config, target, mx.arange(min(64, self.config.vocab_size)))
         self.parts = Parts(compiling_pays() if compiled is None else compiled)
+
+    def use_mask_embedding(self, row: mx.array) -> None:
+        """Replace the target's embedding of the mask token by a trained one [H] (`mask_embedding.pt`)."""
+        self._mask_embedding = row.astype(self.model.dtype)
+        mx.eval(self._mask_embedding)
 
     def make_cache(self, capacity: int, batch: int = 1) -> DraftCache:
         """Context K/V for up to `capacity` tokens, and room for one block behind them."""
@@ -272,7 +294,7 @@ class MlxDrafter:
     def propose(self, cache: DraftCache, anchor: mx.array, request: DraftRequest) -> Proposal:
         """anchor int [B] at position `cache.length`; see `protocols.Drafter.propose`."""
         states, code = self.run_block(cache, anchor)
-        inputs = [states.hidden, *([] if code is None else [states.pre_injection, code])]
+        inputs = [states.hidden, anchor, *([] if code is None else [states.pre_injection, code])]
         sampled = request.temperature > 0.0
         key = ("close", request.signals, request.temperature, sampled)
         if sampled:
@@ -284,28 +306,22 @@ class MlxDrafter:
 
     def _output_names(self, request: DraftRequest) -> tuple[str, ...]:
         """Fields of `Proposal` in the order of what `_close` returns."""
-        sampled = ("candidates", "q") if request.temperature > 0.0 else ()
+        whole = self.config.domino is not None or self.config.dspark is not None  # drawn from the whole vocabulary
+        sampled = () if request.temperature == 0.0 else (("q",) if whole else ("candidates", "q"))
         return ("tokens", "finite", *sampled, *(("confidence", "entropy") if request.signals else ()))
 
-    def _close(self, request: DraftRequest, hidden: mx.array, *rest: mx.array) -> list[mx.array]:
+    def _close(self, request: DraftRequest, hidden: mx.array, anchor: mx.array, *rest: mx.array) -> list[mx.array]:
         """From the final-normed block [B, R, H] (and u_L, sqrt(r) C_x0 in DSpine, and uniforms) to the fields of a proposal."""
-        logits = self.target.head(hidden[:, 1:])
-        finite = mx.all(mx.isfinite(logits), axis=(1, 2))
-        signals = draft_signals(logits, 1) if request.signals else None
-        tail = [] if signals is None else [signals.confidence, signals.entropy]
-        sampled = request.temperature > 0.0
-        if self.model.injection is None and not sampled:
-            return [mx.argmax(logits, axis=-1).astype(mx.int32), finite, *tail]
-        if self.model.injection is None:
-            values, candidates = top_k(logits, min(INDEPENDENT_CANDIDATES, logits.shape[-1]))
-            tokens, q = sample_candidates(values, candidates, rest[-1], request.temperature)
-            return [tokens, finite, candidates, q, *tail]
-        _, candidates = top_k(logits, self.config.dspine.top_k)  # type: ignore[union-attr]
-        scores = self.transition(rest[0][:, 1:], rest[1], candidates)
-        if not sampled:
-            return [path_walk(scores, candidates).astype(mx.int32), finite, *tail]
-        tokens, q = path_walk_sampled(scores, candidates, rest[-1], request.temperature)
-        return [tokens, finite, candidates, q, *tail]
+        rows, parts = self.config.proposal_rows, self.heads
+        hidden = hidden[:, rows]
+        logits = self.target.head(hidden)
+        logits = scale_logits(logits, self.config) if self._own_scale else logits
+        if self.model.injection is not None:
+            parts = replace(parts, transition=partial(self.transition, rest[0][:, rows], rest[1]))
+        request = replace(request, uniforms=rest[-1] if request.temperature > 0.0 else None)
+        proposal = make_proposal(self.config, parts, hidden, logits, anchor, request)
+        proposal = replace(proposal, tokens=proposal.tokens.astype(mx.int32))
+        return [getattr(proposal, name) for name in self._output_names(request)]
 
     def transition(self, pre_injection: mx.array, anchor_code: mx.array, candidates: mx.array) -> mx.array:
         """The transition cache: u_L of rows 1..M [B, M, H], sqrt(r) C_x0 [B, r], candidates [B, M, K] -> [B, M, K, K]."""
@@ -318,7 +334,7 @@ class MlxDrafter:
 
     def run_block(self, cache: DraftCache, anchor: mx.array, collect: bool = False) -> tuple[BlockStates, mx.array | None]:
         """The backbone over [anchor, mask, ...] at positions length..length+R-1, and sqrt(r) C_x0 [B, r] (None in DFlash)."""
-        rows = self.config.block_size
+        rows = self.config.query_rows
         opened = self.parts.run("open", lambda: self._open, anchor)
         embeddings, code = opened[0], opened[1] if len(opened) > 1 else None
         start, stop = cache.length, cache.length + rows
@@ -336,8 +352,13 @@ class MlxDrafter:
 
     def _open(self, anchor: mx.array) -> list[mx.array]:
         """anchor int [B] -> embeddings [B, R, H] of [anchor, mask, ...], and sqrt(r) C_x0 [B, r] in DSpine."""
-        masks = mx.full((anchor.shape[0], self.config.block_size - 1), self.config.mask_token_id, dtype=anchor.dtype)
+        masks = mx.full((anchor.shape[0], self.config.query_rows - 1), self.config.mask_token_id, dtype=anchor.dtype)
         embeddings = self.target.embed(mx.concatenate([anchor[:, None], masks], axis=1)).astype(self.model.dtype)
+        if self.config.input_embedding_scale != 1.0:
+            embeddings = embeddings * self.config.input_embedding_scale
+        if self._mask_embedding is not None:
+            trained = mx.broadcast_to(self._mask_embedding, embeddings[:, 1:].shape)
+            embeddings = mx.concatenate([embeddings[:, :1], trained], axis=1)
         return [embeddings] if self.model.injection is None else [embeddings, known_token(self.model.transfer_codes, anchor)]
 
     def _visible(self, rule: Any, start: int) -> tuple[int, Mask]:
@@ -345,8 +366,8 @@ class MlxDrafter:
         "causal" (keys end with the block, so it means all context and block rows <= t), or None where all is seen."""
         if rule.window is None:
             return 0, (None if rule.sees_whole_block else "causal")
-        first = max(0, start - rule.window + 1)
-        rows = self.config.block_size
+        first = max(0, start - rule.reach)
+        rows = self.config.query_rows
         offsets = mx.arange(rows)
         context = rule.context(offsets[:, None], start, mx.arange(first, start)[None, :])
         block = mx.broadcast_to(rule.block(offsets[:, None], offsets[None, :]), (rows, rows))
@@ -372,4 +393,9 @@ def load_drafter(folder: Path, target: Any) -> MlxDrafter:
     tensors.finish()
     model.rope(1024)
     target.bind_features(config.target_layer_ids)
-    return MlxDrafter(model, target, {"method": config.method, "block_size": config.block_size, "folder": str(folder)})
+    drafter = MlxDrafter(model, target, {"method": config.method, "block_size": config.block_size, "folder": str(folder)})
+    row = read_mask_embedding(Path(folder), config)
+    if row is not None:
+        drafter.use_mask_embedding(mx.array(row))
+        drafter.info["mask_embedding"] = "trained"
+    return drafter

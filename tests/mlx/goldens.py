@@ -18,9 +18,10 @@ def golden_model_target(case: str, dtype: str = "float32", **facts: Any) -> Simp
     arrays = {name: mx.array(array).astype(getattr(mx, dtype)) for name, array in golden_target(case).items()}
     mx.eval(arrays)
     embed, head = arrays["embed_tokens"], arrays["lm_head"]
+    vocab, hidden = embed.shape
     info = TargetInfo(**{
-        "name": "golden", "model_type": "toy", "num_layers": 8, "hidden_size": 64, "vocab_size": 128, "context_length": 512,
-        "eos_token_ids": frozenset(), "dtype": dtype, "device": "cpu", "adapter": "toy", **facts,
+        "name": "golden", "model_type": "toy", "num_layers": 8, "hidden_size": hidden, "vocab_size": vocab,
+        "context_length": 512, "eos_token_ids": frozenset(), "dtype": dtype, "device": "cpu", "adapter": "toy", **facts,
     })  # fmt: skip
     return SimpleNamespace(
         info=info,
