@@ -71,7 +71,7 @@ class TextStream:
         return self._stops.add(self._detokenizer.flush()) + self._stops.flush()
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One choice of one request. `sink` gets every `Update`, on the worker's thread; `cancelled` is set by anyone."""
 
@@ -82,6 +82,7 @@ class Job:
     sink: Callable[[Update], None]
     client: str = ""
     draft: bool = True
+    repeatable: bool = False  # sampled with a seed: its rounds may not depend on the clock
     make_rules: Callable[[], list[LogitsRule]] = list
     number: int = field(default_factory=lambda: next(_numbers))
     cancelled: bool = False

@@ -3,7 +3,9 @@
 Drafts are nearly free while a round is bound by reading weights; with many sequences the products take over and every
 further row costs. So the marginal drafts of all sequences compete: sequence r's i-th draft is worth a_r^i tokens (a_r: its
 running acceptance), the best k are taken, and k maximises tokens over time. k = 0 decodes plainly without drafting. The
-choice reads past rounds and the clock, never the drafts at hand, so every acceptance rule stays lossless.
+choice reads past rounds and the clock, never the drafts at hand, so every acceptance rule stays lossless. It does make the
+round boundaries of a sampled answer depend on the clock, and with them the answer: sequences that must be repeatable (a
+seed was given) are pinned to the policy's own length.
 """
 
 from __future__ import annotations
@@ -110,23 +112,24 @@ class BatchLengths:
             rate += DRIFT * (self._typical - rate)
         self._rates[loop] = min(max(rate, 0.02), 0.98)
 
-    def choose(self, loops: Sequence[DecodingLoop], limits: Sequence[int]) -> list[int]:
-        """Tokens to verify for each sequence, the anchor included: 1..limit."""
+    def choose(self, loops: Sequence[DecodingLoop], limits: Sequence[int], pinned: Sequence[bool] = ()) -> list[int]:
+        """Tokens to verify for each sequence, the anchor included: 1..limit; a pinned sequence always takes its limit."""
         batch = len(loops)
-        gains = [
-            (self.rate(loop) ** i, r)
-            for r, (loop, limit) in enumerate(zip(loops, limits, strict=True))
-            for i in range(1, limit)
-        ]
+        rates = [self.rate(loop) for loop in loops]
+        fixed = {r for r, is_pinned in enumerate(pinned) if is_pinned}
+        gains = [(rates[r] ** i, r) for r, limit in enumerate(limits) if r not in fixed for i in range(1, limit)]
         gains.sort(reverse=True)  # a_r^i falls with i, so a sequence's drafts come in order
+        lengths = [limits[r] if r in fixed else 1 for r in range(batch)]
         if not gains:
-            return [1] * batch
-        value = batch + np.concatenate([[0.0], np.cumsum([gain for gain, _ in gains])])
-        extra = np.arange(len(gains) + 1)
-        seconds = self.costs.verify_seconds(batch, batch + extra)
-        seconds[1:] += self.costs.draft_seconds(sum(limit > 1 for limit in limits))
-        take = int(np.argmax(value / seconds))
-        lengths = [1] * batch
-        for _, r in gains[:take]:
+            return lengths
+        value = batch + sum(rates[r] ** i for r in fixed for i in range(1, limits[r]))
+        value = value + np.concatenate([[0.0], np.cumsum([gain for gain, _ in gains])])
+        rows = sum(lengths) + np.arange(len(gains) + 1)
+        seconds = self.costs.verify_seconds(batch, rows)
+        drafting = sum(limit > 1 for limit in limits)
+        seconds[1:] += self.costs.draft_seconds(drafting)
+        if any(lengths[r] > 1 for r in fixed):
+            seconds[0] += self.costs.draft_seconds(len(fixed))
+        for _, r in gains[: int(np.argmax(value / seconds))]:
             lengths[r] += 1
         return lengths

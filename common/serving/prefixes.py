@@ -18,7 +18,7 @@ from dspine.common.protocols import PrefixOps
 MIN_TOKENS = 8  # below this a copy costs as much as the tokens
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """A kept prefix. `tokens` int32 [n]: what the rows belong to."""
 

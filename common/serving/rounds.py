@@ -26,12 +26,12 @@ class BatchRounds:
         self.engine, self.batcher = engine, batcher
         self.lengths = BatchLengths(costs)
 
-    def run(self, loops: Sequence[DecodingLoop]) -> list[Round | DSpineError]:
-        """One round of each loop; an error in place of a round ends that sequence."""
+    def run(self, loops: Sequence[DecodingLoop], pinned: Sequence[bool] = ()) -> list[Round | DSpineError]:
+        """One round of each loop; an error in place of a round ends that sequence. pinned: see `BatchLengths.choose`."""
         started = perf_counter()
         limits = [loop.round_limit() for loop in loops]
         anchors = self.engine.target.arrays.to_device(np.array([loop.anchor for loop in loops], dtype=np.int32))
-        proposals, lengths = self._propose(loops, limits)
+        proposals, lengths = self._propose(loops, limits, pinned)
         blocks = [
             self._block(anchors[i : i + 1], proposal, length)
             for i, (proposal, length) in enumerate(zip(proposals, lengths, strict=True))
@@ -50,10 +50,12 @@ class BatchRounds:
             loop.stats.decode_seconds += finished - started
         return results
 
-    def _propose(self, loops: Sequence[DecodingLoop], limits: list[int]) -> tuple[list[Proposal | None], list[int]]:
+    def _propose(
+        self, loops: Sequence[DecodingLoop], limits: list[int], pinned: Sequence[bool]
+    ) -> tuple[list[Proposal | None], list[int]]:
         """Proposals where drafting pays, and the tokens each sequence verifies."""
         tops = [self._top(loop, limit) for loop, limit in zip(loops, limits, strict=True)]
-        lengths = self.lengths.choose(loops, tops)
+        lengths = self.lengths.choose(loops, tops, pinned)
         proposals: list[Proposal | None] = [None] * len(loops)
         picks = [i for i, length in enumerate(lengths) if length > 1]
         if not picks:

@@ -163,6 +163,7 @@ class Service:
             sink=sink,
             client=client if request.user is None else f"{client}/{request.user}",
             draft=request.draft is not False,
+            repeatable=request.seed is not None and not params.sampling.greedy,
             make_rules=rules,
         )
 
