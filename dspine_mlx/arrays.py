@@ -27,3 +27,18 @@ def device_name(array: mx.array | None = None) -> str:
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def wire_memory() -> int | None:
+    """Let MLX keep as much memory resident as Metal recommends; returns the limit, None without Metal.
+
+    macOS 15 and newer; older ones refuse, and run as before.
+    """
+    if not mx.metal.is_available():
+        return None
+    limit = int(mx.device_info()["max_recommended_working_set_size"])
+    try:
+        mx.set_wired_limit(limit)
+    except (RuntimeError, ValueError):
+        return None
+    return limit

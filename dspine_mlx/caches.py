@@ -6,16 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from dspine.common.errors import DSpineError
+from dspine_mlx.kv import LayerKV
 
 
 @dataclass
 class TargetCache:
     """K/V of every target layer. `length` counts committed tokens; `pending` verified tokens that wait for `commit`."""
 
-    layers: list[KVCache]
+    layers: list[LayerKV]
     capacity: int
     length: int = 0
     pending: int = 0
@@ -35,6 +35,11 @@ class TargetCache:
             layer.trim(self.pending - count)
         self.length, self.pending = self.length + count, 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held between rounds."""
+        return sum(layer.nbytes for layer in self.layers)
+
 
 @dataclass
 class HybridCache(TargetCache):
@@ -52,7 +57,7 @@ class HybridCache(TargetCache):
     windows: mx.array | None = None
     begun: int = 0
 
-    def kv(self, layer_id: int) -> KVCache:
+    def kv(self, layer_id: int) -> LayerKV:
         """K/V of a decoder layer that has attention."""
         return self.layers[self.attention_ids.index(layer_id)]
 

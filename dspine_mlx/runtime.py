@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspine.common.errors import BackendError
-from dspine.common.memory import DeviceMemory
+from dspine.common.memory import CacheOptions, DeviceMemory
 from dspine.common.parity.backends import ParityBackend
 from dspine.common.protocols import Availability
 
@@ -18,6 +18,7 @@ class MlxRuntime:
     """MLX on Metal, on the CPU, or on its CUDA back end. Everything of MLX is imported when it is first used."""
 
     name = "mlx"
+    keeps_caches = ("max_kv_size", "kv_bits")  # options of `CacheOptions` that `load_target` takes
 
     def availability(self) -> Availability:
         """Whether MLX and mlx-lm are installed, and the devices that MLX offers here."""
@@ -33,12 +34,15 @@ class MlxRuntime:
             return Availability(True, "MLX on the CPU: correct but slow, meant for parity tests", ("cpu",), _INSTALL)
         return Availability(True, f"MLX on {fast}", (fast, "cpu"), _INSTALL)
 
-    def load_target(self, folder: Path, *, device: str = "auto", dtype: str = "auto") -> Any:
-        """A target of the folder, `protocols.Target`. `device`: auto, metal, cuda or cpu; `dtype`: auto, bfloat16, float32."""
+    def load_target(self, folder: Path, *, device: str = "auto", dtype: str = "auto", cache: CacheOptions | None = None) -> Any:
+        """A target of the folder, `protocols.Target`. `device`: auto, metal, cuda or cpu; `dtype`: auto, bfloat16, float32;
+        `cache`: how its K/V are kept. On Metal the wired limit becomes the recommended working set, as mlx_lm sets it."""
         self._use_device(device)
+        from dspine_mlx.arrays import wire_memory
         from dspine_mlx.targets import load_target
 
-        return load_target(Path(folder), dtype=dtype)
+        wire_memory()
+        return load_target(Path(folder), dtype=dtype, cache=cache)
 
     def load_drafter(self, folder: Path, target: Any) -> Any:
         """The drafter of the folder bound to a target of this runtime, `protocols.Drafter`."""

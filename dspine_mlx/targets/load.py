@@ -15,6 +15,7 @@ from mlx_lm.utils import load_model
 
 from dspine.common.configs import read_config
 from dspine.common.errors import CheckpointError, DSpineError
+from dspine.common.memory import CacheOptions
 from dspine.common.protocols import TargetInfo
 from dspine.common.tokenizer import eos_ids_of_folder
 from dspine_mlx import ops
@@ -27,9 +28,9 @@ logger = logging.getLogger("dspine")
 _DTYPES = ("auto", "bfloat16", "float32")
 
 
-def load_target(folder: Path, *, dtype: str = "auto") -> PlainTarget:
-    """Load `folder` with mlx_lm and wrap it. Raises `CheckpointError` for a folder that does not load, `DSpineError` for a
-    model that cannot be rolled back or is no plain decoder."""
+def load_target(folder: Path, *, dtype: str = "auto", cache: CacheOptions | None = None) -> PlainTarget:
+    """Load `folder` with mlx_lm and wrap it; `cache`: how its K/V are kept. Raises `CheckpointError` for a folder that does
+    not load, `DSpineError` for a model that cannot be rolled back or is no plain decoder."""
     if dtype not in _DTYPES:
         hint = "; float16 is never used: residuals of real models overflow it" if dtype == "float16" else ""
         raise DSpineError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}{hint}")
@@ -46,7 +47,10 @@ def load_target(folder: Path, *, dtype: str = "auto") -> PlainTarget:
         raise CheckpointError(f"{folder}: mlx-lm cannot load this folder ({type(error).__name__}: {text[:300]})") from error
     if note:
         logger.warning("%s: %s", folder.name, note)
-    return wrap_model(model, config, name=folder.name, eos_token_ids=eos_ids_of_folder(folder), note=note)
+    target = wrap_model(model, config, name=folder.name, eos_token_ids=eos_ids_of_folder(folder), note=note)
+    if cache is not None:
+        target.use_cache_options(cache)
+    return target
 
 
 def wrap_model(

@@ -13,15 +13,19 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from dspine.common.errors import CheckpointError, DSpineError
+from dspine.common.memory import CacheOptions
 from dspine.common.protocols import Prefill, StageZero, TargetInfo, Verification
 from dspine_mlx.arrays import MlxArrays
 from dspine_mlx.caches import TargetCache
+from dspine_mlx.kv import LayerKV, layer_kv
 
 PROBE = 5  # tokens of the check at load
 _TOLERANCE = 1e-2
+# families with sliding-window layers whose long texts the tests hold against mlx-lm's own caches
+SLIDING = ("llama", "olmo3", "exaone4")
 
 
 class PlainTarget:
@@ -37,6 +41,7 @@ class PlainTarget:
         self.decoder = find_decoder(model, info.name)
         self.head_module = find_head(model, self.decoder)
         self.layer_ids: tuple[int, ...] = ()
+        self.cache_options = CacheOptions()
 
     @classmethod
     def describe(cls, model: nn.Module) -> str:
@@ -90,7 +95,38 @@ class PlainTarget:
 
     def make_cache(self, capacity: int) -> TargetCache:
         """Empty K/V caches for up to `capacity` tokens."""
-        return TargetCache(make_prompt_cache(self.model), capacity)
+        return TargetCache(self.new_kv(), capacity)
+
+    def new_kv(self) -> list[LayerKV]:
+        """Empty K/V of every layer that mlx-lm gives K/V, of the kind that `cache_options` asks for."""
+        made = [cache for cache in make_prompt_cache(self.model) if not isinstance(cache, ArraysCache)]
+        return [layer_kv(cache, self.cache_options) for cache in made]
+
+    def use_cache_options(self, options: CacheOptions) -> None:
+        """Keep K/V this way from now on. DSpineError where this model, or its adapter, cannot: at start-up, on every path."""
+        facts = self.head_dim()
+        if options.kv_bits is not None and facts is not None and facts % options.kv_group_size:
+            raise DSpineError(
+                f"{self.info.name}: kv_bits needs heads of a multiple of kv_group_size {options.kv_group_size}, they have "
+                f"{facts}; try another of 32, 64, 128, or drop kv_bits"
+            )
+        before, self.cache_options = self.cache_options, options
+        try:
+            wanted = [type(layer) for layer in self.new_kv()]
+            made = [type(layer) for layer in self.make_cache(16).layers]
+        except DSpineError as error:
+            self.cache_options = before
+            raise DSpineError(f"{self.info.name}: {error}") from error
+        if made != wanted:
+            self.cache_options = before
+            raise DSpineError(f"{self.info.name}: {type(self).__name__} keeps plain K/V only: drop max_kv_size and kv_bits")
+
+    def head_dim(self) -> int | None:
+        """Size of an attention head, where the model's card says it."""
+        args = getattr(self.model, "args", None)
+        facts = getattr(args, "text_config", None) or vars(args or object())
+        size, heads, hidden = (facts.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
+        return size or (hidden // heads if hidden and heads else None)
 
     def prefill(self, cache: TargetCache, tokens: mx.array, *, chunk: int) -> Prefill:
         """tokens int [B, T] in pieces of `chunk`, each computed before the next, so that activations stay bounded."""
@@ -128,10 +164,13 @@ class PlainTarget:
     def _forward(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array | None]:
         """int [B, T] -> (final-normed [B, T, H], features [B, T, F] or None)."""
         hidden = self.embed(tokens)
-        mask = create_attention_mask(hidden, caches[0])
+        masks: dict[Any, Any] = {}
         taps: dict[int, mx.array] = {}
         for i, (layer, cache) in enumerate(zip(self.decoder.layers, caches, strict=True)):
-            hidden = layer(hidden, mask, cache)
+            kind = getattr(cache, "max_size", None)
+            if kind not in masks:
+                masks[kind] = create_attention_mask(hidden, cache)
+            hidden = layer(hidden, masks[kind], cache)
             if i in self.layer_ids:
                 taps[i] = hidden
         features = mx.concatenate([taps[i] for i in self.layer_ids], axis=-1) if taps else None
@@ -140,13 +179,14 @@ class PlainTarget:
     def check(self) -> None:
         """Refuse a model whose caches cannot be rolled back, or whose own call gives other logits than this adapter."""
         name, kind = self.info.name, self.info.model_type
-        foreign = sorted({type(cache).__name__ for cache in make_prompt_cache(self.model)} - {KVCache.__name__})
+        known = {"KVCache", "RotatingKVCache"} if kind in SLIDING else {"KVCache"}
+        foreign = sorted({type(cache).__name__ for cache in make_prompt_cache(self.model)} - known)
         if foreign:
             raise DSpineError(
                 f"{name}: {kind} keeps {', '.join(foreign)} (recurrent, rotating or sliding-window layers), which the MLX "
                 "runtime cannot roll back; expected plain K/V caches; choose another target, or use --backend torch"
             )
-        self._check_logits(lambda tokens: self.head(self._forward(tokens, make_prompt_cache(self.model))[0]), _TOLERANCE)
+        self._check_logits(lambda tokens: self.head(self._forward(tokens, self.new_kv())[0]), _TOLERANCE)
 
     def _check_logits(self, drive: Callable[[mx.array], mx.array], tolerance: float) -> None:
         """Raise where `drive` (tokens int [1, T] -> logits [1, T, V]) is further from the model's own call than

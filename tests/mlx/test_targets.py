@@ -219,9 +219,8 @@ def one_line(error: pytest.ExceptionInfo) -> str:
     return text
 
 
-def test_sliding_window_target_is_refused():
-    types = ["sliding_attention", "full_attention"] * 2
-    model, config = toy_model("llama", layer_types=types, sliding_window=8)
+def test_sliding_windows_of_an_unknown_family_are_refused():
+    model, config = toy_model("gemma3_text", sliding_window=8, sliding_window_pattern=2)
     with pytest.raises(DSpineError, match="RotatingKVCache") as error:
         wrap_model(model, config, name="toy")
     assert "cannot roll back" in one_line(error)
