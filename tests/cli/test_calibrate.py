@@ -139,3 +139,23 @@ def test_absent_packages_are_named_before_anything_runs(pair, dspine, monkeypatc
             patch.setitem(sys.modules, package, None)
             run = calibrate(dspine, pair, *extra)
         assert run.code == 2 and "dspine[calibrate]" in run.err, package
+
+
+def test_benchmark_table_on_the_toys(pair, tmp_path):
+    """Every contender runs; calibration and test prompts are disjoint whatever the file says; greedy text is the plain one."""
+    from benchmarks.hybridspec import markdown, parse, run, split_prompts
+    from dspine.common.selection.prompts import PromptRow
+
+    rows = [{"prompt": f"{word} {i}", "category": word} for word in ("ab", "cd") for i in range(4)]
+    (pair / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = ["--model", str(pair / "model"), "--draft-model", str(pair / "draft"), "--prompts", str(pair / "rows.jsonl")]
+    few = ["--per-category", "1", "--calibration-per-category", "2", "--max-tokens", "24", "--repetitions", "2"]
+    result = run(parse([*named, *few, "--temperatures", "0"]))
+    table = {row["policy"]: row for row in result["tables"]["0"]}
+    assert set(table) == {"autoregressive", "full", "static:2", "static:4", "dcut", "evict", "dspark", "nominal", "hybridspec"}
+    assert all(row["same_text"] == 1 for row in table.values()) and sum(row["best_static"] for row in table.values()) == 1
+    assert table["autoregressive"]["acceptance_length"] == 1 and table["full"]["verified_length"] > 4
+    assert "| hybridspec" in markdown(result) and result["commit"] and result["setup"]["prompts"] == 2
+    mixed = [PromptRow(i, str(i), "a", ("calibration", "test", "")[i % 3]) for i in range(9)]
+    sides = split_prompts(mixed, 9, 9, 0)
+    assert len(sides[0]) + len(sides[1]) == 9 and not {r.line for r in sides[0]} & {r.line for r in sides[1]}
