@@ -28,11 +28,11 @@ def storage_forms(
 
 
 def group_of(name: str, count: int) -> int:
-    """The group size along an axis of `count`: 64, or a divisor of the axis between 32 and 128 nearest to it."""
+    """The group size along an axis of `count`: its largest divisor up to 128 (a scale and a bias cost 32 bits)."""
     fitting = [size for size in range(16, 129) if count % size == 0]
     if not fitting:
         raise DSpineError(f"{name}: no group of 16 to 128 values divides {count}")
-    return min(fitting, key=lambda size: (abs(size - 64), size))
+    return max(fitting)
 
 
 def as_stored(name: str, master: Tensor, forms: Mapping[str, GroupForm]) -> Tensor:

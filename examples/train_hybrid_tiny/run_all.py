@@ -99,15 +99,28 @@ class Driver:
         self.log(f"stored: {size:,} bytes ({size / 2**20:.2f} MiB)")
         if self.options.masters:
             self._keep_masters(tensors)
-        self.report(run.held_out)
+        self.report(run.held_out, self._cost_of_rounding(run))
 
-    def report(self, held_out: list[Any]) -> None:
+    def _cost_of_rounding(self, run: Pretrainer) -> dict[str, float]:
+        """Perplexity on a few held-out rows with rounded and with unrounded weights."""
+        found = {}
+        for name, rounding in (("unrounded", False), ("rounded", True)):
+            run.masters.rounding = rounding
+            run.masters.refresh()
+            found[name] = run.evaluate()["held_out_perplexity"]
+        return found
+
+    def report(self, held_out: list[Any], rounding: dict[str, float]) -> None:
         """WORK/report.json, made with the stored model's weights."""
         from tokenizers import Tokenizer
 
         report = make_report(self.model(), held_out, Tokenizer.from_file(str(self.stored / "tokenizer.json")))
+        report["perplexity_by_rounding"] = rounding
         self.write("report.json", report)
-        short = {name: report[name] for name in ("perplexity", "routing_novelty", "least_used_share", "most_used_share")}
+        short = {
+            name: report[name]
+            for name in ("perplexity", "perplexity_by_rounding", "routing_novelty", "least_used_share", "most_used_share")
+        }
         self.log(f"report: {json.dumps(short)}")
         for sample in report["samples"][:3]:
             self.log(f"sample: {json.dumps(sample)}")
