@@ -190,6 +190,12 @@ class DraftTensors:
             return dequantize_affine(array, scales, biases, int(form["bits"]), int(form["group_size"]))
         return array.astype(np.float32)
 
+    def transfer_basis(self) -> TransferBasis | None:
+        """The stored basis of the transfer space as float32, or None where there is none."""
+        if not all(name in self._entries for name in BASIS):
+            return None
+        return TransferBasis(*(read_tensor(self._entries[name]).astype(np.float32) for name in BASIS))
+
     def transfer_codes(self, head_weight: Callable[[], np.ndarray]) -> np.ndarray:
         """C float32 [V, r]: stored, or made from the stored basis and the target's LM head [V, H], asked for only then."""
         rank, vocab = self.config.dspine.transfer_rank, self.config.vocab_size  # type: ignore[union-attr]

@@ -23,7 +23,8 @@ class Batch:
 
     tokens, documents, positions int [B, S]; anchors int [B, N], keep bool [B, N]; labels int [B, N, M] (0 where
     unsupervised); weights float32 [B, N, M]: supervised (prefix-cumulative, own document) x exp(-(t-1)/gamma); replace
-    bool [B, N]: correct-predecessor draw. Tokens at the block rows' positions: [anchor, labels].
+    bool [B, N]: correct-predecessor draw; states [B, S, F + H]: the target's features and final hidden states where they come
+    from a cache. Tokens at the block rows' positions: [anchor, labels].
     """
 
     tokens: Tensor
@@ -34,6 +35,7 @@ class Batch:
     labels: Tensor
     weights: Tensor
     replace: Tensor
+    states: Tensor | None = None
 
     @property
     def layout(self) -> BlockLayout:
@@ -67,7 +69,8 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, function) -> Batch:  # noqa: ANN001
-        return Batch(**{field.name: function(getattr(self, field.name)) for field in dataclasses.fields(self)})
+        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Batch(**{name: None if tensor is None else function(tensor) for name, tensor in held.items()})
 
 
 def draw_anchors(
@@ -113,11 +116,19 @@ def position_weights(supervised: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def make_batch(
-    rows: PackedRows, *, num_anchors: int, proposals: int, gamma: float, replacement: float, seed: int, step: int
+    rows: PackedRows,
+    *,
+    num_anchors: int,
+    proposals: int,
+    gamma: float,
+    replacement: float,
+    seed: int,
+    step: int,
+    states: Tensor | None = None,
 ) -> Batch:
-    """One global batch. `replacement`: the curriculum's probability at this step."""
+    """One global batch. `replacement`: the curriculum's probability at this step; `states`: cached features."""
     anchors, keep = draw_anchors(rows.supervised, rows.documents, num_anchors, np.random.default_rng([seed, 1, step]))
     labels, supervised = block_labels(rows.tokens, rows.supervised, rows.documents, anchors, keep, proposals)
     replace = np.random.default_rng([seed, 2, step]).random(anchors.shape) < replacement
     arrays = (rows.tokens, rows.documents, rows.positions, anchors, keep, labels, position_weights(supervised, gamma), replace)
-    return Batch(*(torch.from_numpy(array) for array in arrays))
+    return Batch(*(torch.from_numpy(array) for array in arrays), states)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from dspine.common.errors import DSpineError
+from dspine_cuda.training.files import write_whole
+
+_FULL = 1 << 26  # bytes: a disk with less has no room for a checkpoint
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -20,17 +26,26 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def save_checkpoint(folder: Path, state: dict[str, Any], keep: int) -> Path:
     """`state["step"]` names the file; older ones beyond `keep` go once the new one is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = checkpoint_path(folder, state["step"])
-    temporary = path.with_suffix(".part")
-    torch.save(state, temporary)
-    temporary.replace(path)
+
+    def write(file: BinaryIO) -> None:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch reports a failed write of its own archive without the reason
+            if shutil.disk_usage(folder).free > _FULL:
+                raise
+            raise OSError(errno.ENOSPC, str(error)) from error
+
+    path = write_whole(checkpoint_path(folder, state["step"]), write)
     for old in sorted(folder.glob("step-*.pt"))[:-keep]:
         old.unlink()
     return path
 
 
-def load_latest(folder: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
-    """The newest checkpoint, or None where there is none; one of another configuration is an error."""
+def load_latest(
+    folder: Path, fingerprint: dict[str, Any], complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> dict[str, Any] | None:
+    """The newest checkpoint, or None where there is none; one of another configuration is an error. `complete` adds to an older
+    fingerprint what it could not know."""
     files = sorted(folder.glob("step-*.pt"))
     if not files:
         return None
@@ -40,7 +55,7 @@ def load_latest(folder: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | N
         raise DSpineError(
             f"{files[-1]}: not a readable checkpoint ({' '.join(str(error).split())[:120]}); delete it to use an older one"
         ) from error
-    stored = json.loads(state["fingerprint"])
+    stored = json.loads(json.dumps(complete(json.loads(state["fingerprint"]))))
     wanted = json.loads(json.dumps(fingerprint))
     if stored != wanted:
         changed = sorted(_differences(stored, wanted))

@@ -22,6 +22,10 @@ class ModelSection(_Section):
     target: str = "smollm2"  # name, hub id or Hugging Face folder
     method: Literal["dspine", "dflash"] = "dspine"
     injection: bool = True  # ablation: false trains a block-causal backbone alone, exported as DFlash with is_causal true
+    injection_layers: tuple[int, ...] | None = (
+        None  # 0-based layers that receive messages; None: all (the others' writes stay 0)
+    )
+    start_from: str | None = None  # a drafter folder of the same shape whose weights (and transfer space) training starts from
     num_layers: int = Field(5, ge=1)
     block_size: int = Field(8, ge=2)  # rows, the anchor included
     taps: tuple[int, ...] | None = None  # 0-based target layers whose OUTPUT is read; None: spread as DFlash spreads them
@@ -44,8 +48,12 @@ class ModelSection(_Section):
             raise ValueError("is_causal is false, but a DSpine drafter is block-causal; leave it out or use method dflash")
         if self.sliding_layers and self.sliding_window is None:
             raise ValueError("sliding_layers needs sliding_window")
-        if any(not 0 <= layer < self.num_layers for layer in self.sliding_layers):
-            raise ValueError(f"sliding_layers must be 0..{self.num_layers - 1}, got {list(self.sliding_layers)}")
+        for name in ("sliding_layers", "injection_layers"):
+            layers = getattr(self, name) or ()
+            if any(not 0 <= layer < self.num_layers for layer in layers):
+                raise ValueError(f"{name} must be 0..{self.num_layers - 1}, got {list(layers)}")
+        if self.injection_layers is not None and not self.injected:
+            raise ValueError("injection_layers needs method dspine with injection")
         return self
 
     @property
@@ -63,6 +71,8 @@ class DataSection(_Section):
     num_anchors: int = Field(128, ge=1)  # blocks drawn a row
     holdout: int = Field(500, ge=0)  # the last conversations of the last shard, kept for evaluation
     open_rows: int = Field(16, ge=1)  # rows being packed at once: more waste less
+    features: Literal["recompute", "cache"] = "recompute"  # cache: the target runs once, its features are read from disk
+    cache_dir: str | None = None  # None: run.output_dir/features
 
 
 class LossSection(_Section):
@@ -105,7 +115,10 @@ class OptimizerSection(_Section):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, gt=0)
-    micro_batches: int = Field(1, ge=1)  # above 1 a no-gradient pass first makes the global denominators
+    micro_batches: int = Field(1, ge=1)
+    # step: denominators and lambda of the whole step, so any split gives one gradient; several micro-batches then cost a pass
+    # without gradients first. micro_batch: refined counts and lambda of each micro-batch, scaled by its share of supervision.
+    normalize_over: Literal["step", "micro_batch"] = "step"
 
 
 class RunSection(_Section):
@@ -117,6 +130,7 @@ class RunSection(_Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; master weights are float32
     attention: Literal["auto", "flex", "sdpa"] = "auto"  # auto: flex on CUDA, a dense mask elsewhere
     compile: bool | None = None  # None: on CUDA only
+    recompute: Literal["none", "mlp"] = "none"  # mlp: its inner activations are made again in the backward pass
     log_every: int = Field(20, ge=1)
     checkpoint_every: int = Field(500, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
@@ -168,9 +182,23 @@ class TrainConfig(_Section):
     def fingerprint(self) -> dict[str, Any]:
         """What must not change between a run and its resumption (files, machine and rhythm may)."""
         content = self.model_dump(mode="json", exclude={"run"})
-        content["data"].pop("path")
+        for name in ("path", "cache_dir"):
+            content["data"].pop(name)
         content["seed"] = self.run.seed
         return content
+
+
+def complete_fingerprint(stored: dict[str, Any]) -> dict[str, Any]:
+    """A fingerprint of an older version: settings that did not exist then had what is now their default."""
+    complete = dict(stored)
+    for name, field in TrainConfig.model_fields.items():
+        if name == "run" or not isinstance(stored.get(name), dict):
+            continue
+        section = field.annotation
+        defaults = {key: f.get_default() for key, f in section.model_fields.items() if not f.is_required()}  # type: ignore[union-attr]
+        dropped = {"path", "cache_dir"} if name == "data" else set()
+        complete[name] = {key: value for key, value in defaults.items() if key not in dropped} | stored[name]
+    return complete
 
 
 def load_train_config(path: Path | str | None, overrides: Sequence[str] = ()) -> TrainConfig:

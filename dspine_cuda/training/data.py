@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,13 @@ class Conversation:
 @dataclass(frozen=True)
 class PackedRows:
     """Rows [B, S]: tokens int64 (0 on padding), documents int64 (NO_DOCUMENT on padding), positions int64 (restart at 0
-    in every document), supervised bool."""
+    in every document), supervised bool. members: (conversation, tokens taken) of every document, row by row."""
 
     tokens: np.ndarray
     documents: np.ndarray
     positions: np.ndarray
     supervised: np.ndarray
+    members: list[list[tuple[int, int]]] | None = None
 
 
 def load_conversations(path: Path | str, tokenizer: Callable[[], Any] | None = None) -> list[Conversation]:
@@ -204,7 +205,7 @@ class RowStream:
 
     def take(self, count: int) -> PackedRows:
         """The next `count` rows."""
-        return self._fill([next(self._members()) for _ in range(count)])
+        return pack_rows(self.conversations, [next(self._members()) for _ in range(count)], self.sequence_length)
 
     def _members(self) -> Iterator[list[int]]:
         while True:
@@ -219,22 +220,27 @@ class RowStream:
             else:
                 self.position = (epoch + 1, 0)
 
-    def _fill(self, rows: list[list[int]]) -> PackedRows:
-        shape = (len(rows), self.sequence_length)
-        tokens, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        documents, supervised = np.full(shape, NO_DOCUMENT, dtype=np.int64), np.zeros(shape, dtype=bool)
-        for r, members in enumerate(rows):
-            start = 0
-            for document, index in enumerate(members):
-                conversation = self.conversations[index]
-                count = min(len(conversation.tokens), self.sequence_length - start)
-                place = slice(start, start + count)
-                tokens[r, place] = conversation.tokens[:count]
-                documents[r, place] = document
-                positions[r, place] = np.arange(count)
-                supervised[r, place] = conversation.supervised[:count]
-                start += count
-        return PackedRows(tokens, documents, positions, supervised)
+
+def pack_rows(conversations: Sequence[Conversation], rows: list[list[int]], sequence_length: int) -> PackedRows:
+    """Conversations by index, row by row -> arrays; what does not fit into a row is cut."""
+    shape = (len(rows), sequence_length)
+    tokens, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    documents, supervised = np.full(shape, NO_DOCUMENT, dtype=np.int64), np.zeros(shape, dtype=bool)
+    members: list[list[tuple[int, int]]] = []
+    for r, row in enumerate(rows):
+        start = 0
+        members.append([])
+        for document, index in enumerate(row):
+            conversation = conversations[index]
+            count = min(len(conversation.tokens), sequence_length - start)
+            place = slice(start, start + count)
+            tokens[r, place] = conversation.tokens[:count]
+            documents[r, place] = document
+            positions[r, place] = np.arange(count)
+            supervised[r, place] = conversation.supervised[:count]
+            members[r].append((index, count))
+            start += count
+    return PackedRows(tokens, documents, positions, supervised, members)
 
 
 def _trainable(conversation: Conversation, sequence_length: int) -> bool:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from dspine.common.configs import DrafterConfig, DSpineConfig
+from dspine.common.checkpoints import DraftTensors, expected_tensors
+from dspine.common.configs import DrafterConfig, DSpineConfig, load_drafter_config
 from dspine.common.errors import DSpineError
 from dspine.common.masks import FULL, SLIDING
-from dspine_cuda.drafter import DrafterModel
+from dspine.common.models import resolve_draft
+from dspine_cuda.drafter import DrafterModel, DraftMLP
 from dspine_cuda.training.config import TrainConfig
-from dspine_cuda.training.export import TransferSpace
+from dspine_cuda.training.export import TransferSpace, transfer_space_from, transfer_space_of
 from dspine_cuda.training.schedules import warmup_steps
 from dspine_cuda.training.target import DENSE_FAMILIES, FrozenTarget, TargetShape
 
 RANDOM_STD = 0.02
 HEAD_NORM_START = 2.0  # q/k norm weights where the target has none
+_SIZES = ("method", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "attention_bias")
 FC_STD = 0.01  # with the identity on the last tap: all taps together then add about 0.3 of it on SmolLM2
 
 
@@ -77,10 +81,84 @@ def _spread_taps(layers: int, target_layers: int) -> tuple[int, ...]:
     return tuple(int(round(1 + i * (target_layers - 4) / (layers - 1))) for i in range(layers))
 
 
+class RecomputedMLP(DraftMLP):
+    """The same layer; its inner activations are not kept but made again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def starting_model(
+    config: TrainConfig, shape: DrafterConfig, target: FrozenTarget
+) -> tuple[DrafterModel, TransferSpace | None]:
+    """The model before its first step, and its transfer space: new, or from `model.start_from`."""
+    if config.model.start_from is not None:
+        return _from_drafter(config, shape, target)
+    rank = None if shape.dspine is None else shape.dspine.transfer_rank
+    space = None if rank is None else transfer_space_of(target.head_weight(), rank)
+    return initial_model(config, shape, target, space), space
+
+
+def _sizes(config: DrafterConfig) -> dict[str, object]:
+    """What two drafters must share for one to go on from the other's weights."""
+    sizes = {name: getattr(config, name) for name in _SIZES} | {"taps": list(config.target_layer_ids)}
+    if config.dspine is not None:
+        sizes |= {"transfer_rank": config.dspine.transfer_rank, "message_size": config.dspine.message_size}
+    return sizes
+
+
+def _from_drafter(config: TrainConfig, shape: DrafterConfig, target: FrozenTarget) -> tuple[DrafterModel, TransferSpace | None]:
+    """Weights and transfer space of an exported drafter (its readouts fit that very basis)."""
+    folder = resolve_draft(config.model.start_from or "", config.model.target)
+    assert folder is not None
+    stored = load_drafter_config(folder)
+    ours, theirs = _sizes(shape), _sizes(stored)
+    if ours != theirs:
+        names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+        wrong = [f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} here" for name in names]
+        raise DSpineError(f"model.start_from {folder}: another drafter ({'; '.join(wrong)}); set model.* to its shape")
+    tensors, model = DraftTensors(folder, stored), new_model(config, shape)
+    state = {name: torch.from_numpy(tensors.read(name).copy()) for name in expected_tensors(stored)}
+    model.load_state_dict(state, strict=True)
+    basis = tensors.transfer_basis()
+    space = None if basis is None else transfer_space_from(target.head_weight(), basis)
+    if shape.dspine is not None and space is None:
+        raise DSpineError(
+            f"model.start_from {folder}: it stores codes but no basis of its transfer space: cannot go on from it"
+        )
+    if space is not None:
+        model.transfer_codes = torch.from_numpy(space.codes)
+    _freeze(config, model)
+    return model, space
+
+
+def new_model(config: TrainConfig, shape: DrafterConfig) -> DrafterModel:
+    """Modules without meaningful weights."""
+    model = DrafterModel(shape)
+    if config.run.recompute == "mlp":
+        for layer in model.layers:
+            layer.mlp = RecomputedMLP(shape)
+    return model
+
+
+def _freeze(config: TrainConfig, model: DrafterModel) -> None:
+    """Layers without messages: their write stays zero, which is no injection at all."""
+    chosen = config.model.injection_layers
+    if chosen is None or model.injection is None:
+        return
+    for index, linear in enumerate(model.injection.writes):
+        if index not in chosen:
+            with torch.no_grad():
+                linear.weight.zero_()
+            linear.weight.requires_grad_(False)
+
+
 def initial_model(config: TrainConfig, shape: DrafterConfig, target: FrozenTarget, space: TransferSpace | None) -> DrafterModel:
     """A float32 model on the CPU, its codes set; the same for a given seed on any device."""
     generator = torch.Generator().manual_seed(config.run.seed)
-    model = DrafterModel(shape)
+    model = new_model(config, shape)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=RANDOM_STD, generator=generator)
@@ -91,6 +169,7 @@ def initial_model(config: TrainConfig, shape: DrafterConfig, target: FrozenTarge
     if model.injection is not None:
         assert space is not None
         _start_injection(model, space, generator)
+        _freeze(config, model)
     return model
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +21,15 @@ from dspine.common.models import resolve_model
 from dspine_cuda.drafter import TorchDrafter
 from dspine_cuda.training.batches import Batch, make_batch
 from dspine_cuda.training.checkpointing import load_latest, save_checkpoint, trim_metrics
-from dspine_cuda.training.config import TrainConfig
+from dspine_cuda.training.config import TrainConfig, complete_fingerprint
 from dspine_cuda.training.data import RowStream, load_conversations, split_holdout
 from dspine_cuda.training.devices import pick_device
 from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
-from dspine_cuda.training.export import export_drafter, transfer_space_of
-from dspine_cuda.training.initial import drafter_config, initial_model, state_arrays
+from dspine_cuda.training.export import export_drafter
+from dspine_cuda.training.feature_cache import FeatureCache
+from dspine_cuda.training.initial import drafter_config, starting_model, state_arrays
 from dspine_cuda.training.losses import LossSums, combine
+from dspine_cuda.training.meter import Meter
 from dspine_cuda.training.optimizer import MasterOptimizer
 from dspine_cuda.training.progress import progress_bar
 from dspine_cuda.training.schedules import alignment_beta, learning_rate, replacement_probability
@@ -42,8 +43,10 @@ PREFETCH = 4
 class Prefetcher:
     """Builds batches in a thread, in order. Yields (batch, stream position after it)."""
 
-    def __init__(self, config: TrainConfig, stream: RowStream, first_step: int, pin: bool) -> None:
-        self._config, self._stream, self._pin = config, stream, pin
+    def __init__(
+        self, config: TrainConfig, stream: RowStream, first_step: int, pin: bool, features: FeatureCache | None = None
+    ) -> None:
+        self._config, self._stream, self._pin, self._features = config, stream, pin, features
         self._queue: queue.Queue[Any] = queue.Queue(PREFETCH)
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1)
@@ -61,6 +64,7 @@ class Prefetcher:
                 replacement=replacement_probability(step, config.schedule),
                 seed=config.run.seed,
                 step=step,
+                states=None if self._features is None else self._features.gather(rows),
             )
             self._put((batch.pin() if self._pin else batch, self._stream.position))
             step += 1
@@ -98,10 +102,17 @@ class Ranks:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Sum over ranks, in place."""
+        """Sum over ranks, in place; one message for all (float32) tensors."""
         if self.world > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(flat)
+            for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.world > 1:
+            dist.barrier()
 
     def share(self, batch: Batch, micro_batches: int) -> list[Batch]:
         """This rank's micro-batches."""
@@ -111,12 +122,21 @@ class Ranks:
 
 
 def training_step(
-    forward: LossForward, optimizer: MasterOptimizer, batches: list[Batch], ranks: Ranks, beta: float, rate: float
+    forward: LossForward,
+    optimizer: MasterOptimizer,
+    batches: list[Batch],
+    ranks: Ranks,
+    beta: float,
+    rate: float,
+    whole_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update. Returns (global sums [8] in the order of LossSums.NAMES, this rank's part of the loss, gradient norm).
+    """One update. Returns (global sums [8] in the order of LossSums.NAMES, the loss, gradient norm).
 
-    Denominators and lambda are global, so with several micro-batches a pass without gradients makes them first.
+    Denominators and lambda are global, so with several micro-batches a pass without gradients makes them first. With
+    `whole_weight`, the sum of weights of the whole step over all ranks, they are each micro-batch's own, scaled by its share.
     """
+    if whole_weight is not None:
+        return _local_step(forward, optimizer, batches, ranks, beta, rate, whole_weight)
     held = None
     if len(batches) == 1:
         held = forward(batches[0])
@@ -136,6 +156,30 @@ def training_step(
     return totals, loss, optimizer.step(rate)
 
 
+def _local_step(
+    forward: LossForward,
+    optimizer: MasterOptimizer,
+    batches: list[Batch],
+    ranks: Ranks,
+    beta: float,
+    rate: float,
+    whole_weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`training_step` with normalisation inside each micro-batch: one forward each, no pass before."""
+    totals = torch.zeros(len(LossSums.NAMES), device=whole_weight.device)
+    loss = torch.zeros((), device=whole_weight.device)
+    for batch in batches:
+        sums = forward(batch)
+        own = sums.totals()
+        share = sums.weight.detach().float() / whole_weight.clamp(min=1e-12)
+        part = combine(sums, own, forward.settings, beta) * share
+        part.backward()
+        optimizer.collect()
+        totals, loss = totals + own, loss + part.detach()
+    ranks.add([totals, loss, *optimizer.gradients])
+    return totals, loss, optimizer.step(rate)
+
+
 class Trainer:
     """One run, from a config to an exported drafter."""
 
@@ -146,16 +190,16 @@ class Trainer:
         self._check_ranks()
         self.output = Path(run.output_dir)
         self.checkpoints = self.output / "checkpoints"
-        state = load_latest(self.checkpoints, config.fingerprint()) if resume else None
+        state = load_latest(self.checkpoints, config.fingerprint(), complete_fingerprint) if resume else None
         if not resume and any(self.checkpoints.glob("step-*.pt")):
             raise DSpineError(f"{self.output} already holds a run; continue it with --resume or choose another run.output_dir")
         folder = resolve_model(config.model.target)
         dtype = getattr(torch, run.dtype)
         self.target = load_frozen_target(folder, self.device, dtype)
         self.shape = drafter_config(config, self.target.shape)
-        space = transfer_space_of(self.target.head_weight(), self.shape.dspine.transfer_rank) if self.shape.dspine else None
+        self.model, space = starting_model(config, self.shape, self.target)
         self.basis = None if space is None else space.basis
-        self.model = initial_model(config, self.shape, self.target, space).to(self.device, dtype).eval()
+        self.model = self.model.to(self.device, dtype).eval()
         self.optimizer = MasterOptimizer(self.model, config.optimizer)
         self.forward = self._make_forward()
         train, self.held_out = split_holdout(
@@ -167,6 +211,7 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
         self.stream = RowStream(train, config.data.sequence_length, config.data.open_rows, run.seed, position)
         self.position = position
+        self.features = self._cached_features()
         self.output.mkdir(parents=True, exist_ok=True)
         self.metrics = self.output / "metrics.jsonl"
         if self.leader:
@@ -187,6 +232,20 @@ class Trainer:
         if world > 1 and config.run.time_limit_minutes is not None:
             raise DSpineError("run.time_limit_minutes works with one process only; use schedule.max_steps or run.stop_after")
 
+    def _cached_features(self) -> FeatureCache | None:
+        """The feature file, made by the first rank where it is missing."""
+        data = self.config.data
+        if data.features == "recompute":
+            return None
+        folder = Path(data.cache_dir) if data.cache_dir else self.output / "features"
+        taps = self.shape.target_layer_ids
+        cache = FeatureCache(folder, self.stream.conversations, data.sequence_length, self.target, taps)
+        if self.leader:
+            cache.prepare(self.config.run.progress)
+        self.ranks.wait()
+        cache.open()
+        return cache
+
     def _make_forward(self) -> LossForward:
         run, cuda = self.config.run, self.device.type == "cuda"
         attention = run.attention if run.attention != "auto" else ("flex" if cuda else "sdpa")
@@ -204,8 +263,8 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the end (or to a limit); returns a summary with the last acceptance and the exported folder."""
         schedule, run = self.config.schedule, self.config.run
-        prefetch = Prefetcher(self.config, self.stream, self.step, pin=self.device.type == "cuda")
-        meter = _Meter(self)
+        prefetch = Prefetcher(self.config, self.stream, self.step, self.device.type == "cuda", self.features)
+        meter = Meter(self)
         try:
             with progress_bar(schedule.max_steps, run.progress and self.leader) as advance:
                 while self.step < schedule.max_steps and not self._out_of_time(meter):
@@ -225,16 +284,19 @@ class Trainer:
         self.save(meter.total())
         return self._finish(meter)
 
-    def _out_of_time(self, meter: _Meter) -> bool:
+    def _out_of_time(self, meter: Meter) -> bool:
         limit = self.config.run.time_limit_minutes
         return limit is not None and meter.total() > 60.0 * limit
 
-    def _advance(self, batch: Batch, meter: _Meter) -> None:
+    def _advance(self, batch: Batch, meter: Meter) -> None:
         config, step = self.config, self.step
         beta = alignment_beta(step, config.loss.alignment_weight, config.schedule)
         rate = learning_rate(step, config.optimizer.learning_rate, config.schedule)
-        shares = self.ranks.share(batch.to(self.device), config.optimizer.micro_batches)
-        totals, loss, norm = training_step(self.forward, self.optimizer, shares, self.ranks, beta, rate)
+        meter.count(batch)
+        whole = batch.to(self.device)
+        weight = whole.weights.sum() if config.optimizer.normalize_over == "micro_batch" else None
+        shares = self.ranks.share(whole, config.optimizer.micro_batches)
+        totals, loss, norm = training_step(self.forward, self.optimizer, shares, self.ranks, beta, rate, weight)
         self.step += 1
         meter.add(totals, loss, norm, rate, beta)
 
@@ -270,7 +332,7 @@ class Trainer:
         }
         save_checkpoint(self.checkpoints, state, self.config.run.keep_checkpoints)
 
-    def _finish(self, meter: _Meter) -> dict[str, Any]:
+    def _finish(self, meter: Meter) -> dict[str, Any]:
         summary: dict[str, Any] = {"steps": self.step, "elapsed_seconds": round(meter.total(), 1), **meter.speed()}
         summary["skipped_steps"] = int(self.optimizer.skipped)
         if not self.leader:
@@ -288,80 +350,6 @@ class Trainer:
         """The drafter as a checkpoint folder."""
         state = state_arrays(self.model, self.optimizer.named_masters())
         return export_drafter(folder, state, self.shape, self.basis, bits)  # type: ignore[arg-type]
-
-
-class _Meter:
-    """Sums of metrics on the device, read once every `flush`; wall time without pauses."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._before, self._started = trainer.elapsed, time.perf_counter()
-        self._mark = self._started
-        self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._last = (0.0, 0.0)
-        self.lines: list[dict[str, Any]] = []
-
-    def speed(self) -> dict[str, float]:
-        """Medians over the metrics lines after the first (which compiles), and the peak memory on CUDA."""
-        lines = self.lines[1:] or self.lines
-        names = ("ms_per_step", "blocks_per_second", "context_tokens_per_second")
-        medians = {name: statistics.median(line[name] for line in lines) for name in names} if lines else {}
-        peak = {"peak_memory_bytes": lines[-1]["peak_memory_bytes"]} if lines and "peak_memory_bytes" in lines[-1] else {}
-        return medians | peak
-
-    def add(self, totals: Tensor, loss: Tensor, norm: Tensor, rate: float, beta: float) -> None:
-        self._rows.append((totals, loss, norm))
-        self._last = (rate, beta)
-
-    def total(self) -> float:
-        """Seconds of this run, earlier parts included."""
-        return self._before + time.perf_counter() - self._started
-
-    def pause(self, work) -> None:  # noqa: ANN001
-        """Do `work` outside the step timing."""
-        self.flush()
-        work()
-        self._mark = time.perf_counter()
-
-    def flush(self) -> dict[str, Any]:
-        """Write one metrics line over the steps since the last; the only read of the device."""
-        if not self._rows:
-            return {}
-        trainer, steps = self._trainer, len(self._rows)
-        totals = torch.stack([row[0] for row in self._rows]).double().cpu()
-        losses, norms = (torch.stack([row[i] for row in self._rows]).double().cpu() for i in (1, 2))
-        seconds = time.perf_counter() - self._mark
-        self._mark, self._rows = time.perf_counter(), []
-        sums = dict(zip(LossSums.NAMES, totals.sum(dim=0).tolist(), strict=True))
-        data, layers = trainer.config.data, trainer.shape.num_layers
-        denominator = max(sums["weight"], 1e-12)
-        row = {
-            "kind": "train",
-            "step": trainer.step,
-            "loss": losses.mean().item(),
-            "ce": sums["ce"] / denominator,
-            "l1": sums["l1"] / denominator,
-            "refined_ce": sums["refined_ce"] / max(sums["covered"], 1e-12),
-            "refined_l1": sums["refined_l1"] / max(sums["heavy"], 1e-12),
-            "coverage": sums["covered"] / denominator,
-            "alignment": sums["alignment"] / denominator / layers,
-            "learning_rate": self._last[0],
-            "beta": self._last[1],
-            "gradient_norm": norms.mean().item(),
-            "ms_per_step": 1000.0 * seconds / steps,
-            "blocks_per_second": steps * data.rows_per_step * data.num_anchors / seconds,
-            "context_tokens_per_second": steps * data.rows_per_step * data.sequence_length / seconds,
-            "skipped_steps": int(trainer.optimizer.skipped),
-        }
-        if trainer.device.type == "cuda":
-            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(trainer.device)
-        blamed = trainer.optimizer.blamed()
-        if blamed:
-            row["non_finite_gradients"] = blamed
-            log.warning("step %d: gradient not finite, update skipped; parameters: %s", trainer.step, ", ".join(blamed))
-        trainer.write(row)
-        self.lines.append(row)
-        return row
 
 
 def _line(row: dict[str, Any]) -> str:

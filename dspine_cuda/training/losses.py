@@ -7,7 +7,7 @@ divides by GLOBAL denominators, so any split over micro-batches or ranks gives o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,20 +50,31 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def vocabulary_chunk(
-    hidden: Tensor, teacher: Tensor, head: Tensor, labels: Tensor, weights: Tensor, alpha: float, count: int
+    hidden: Tensor,
+    teacher: Tensor,
+    index: Tensor | None,
+    head: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    alpha: float,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """One chunk of the backbone output's loss w [alpha CE + (1 - alpha) |q - p|_1].
 
-    hidden, teacher [rows, H] (final-normed); head [V, H]; labels int [rows]; weights [rows]. Returns row CE, row l1
-    (unweighted), the gradient [rows, H] of the weighted sum, the top `count` ids, the teacher's probability of each.
+    hidden [rows, H] and teacher [positions, H] final-normed; index int [rows]: the teacher's position of each row (None: they
+    are the rows); head [V, H]; labels int [rows]; weights [rows]. Returns row CE, row l1 (unweighted), the gradient [rows, H]
+    of the weighted sum, the top `count` ids, the teacher's probability of each.
     With z the logits and s = sign(q - p): d CE = q - onehot, d l1 = q (s - <q, s>).
     """
     logits = hidden @ head.T
     z = _wide(logits)
     normalizer = torch.logsumexp(z, dim=-1, keepdim=True)
     q = torch.exp(z - normalizer)
-    teacher_z = _wide(teacher @ head.T)
-    teacher_normalizer = torch.logsumexp(teacher_z, dim=-1, keepdim=True)
+    teacher_logits = teacher @ head.T
+    teacher_normalizer = torch.logsumexp(_wide(teacher_logits), dim=-1, keepdim=True)
+    if index is not None:  # blocks overlap: one position's logits serve every block that reaches it
+        teacher_logits, teacher_normalizer = teacher_logits[index], teacher_normalizer[index]
+    teacher_z = _wide(teacher_logits)
     difference = q - torch.exp(teacher_z - teacher_normalizer)
     sign = torch.sign(difference)
     l1 = difference.abs().sum(dim=-1)
@@ -130,14 +141,38 @@ class ChunkKernels:
         return ChunkKernels(self.chunk_rows, *functions)
 
 
+def teacher_chunks(
+    rows: int, teacher: Tensor, index: Tensor | None, limit: int
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """(rows, the teacher's hidden states they need, their index there): teacher [rows, H] without `index`, else [B, S, H] and
+    index int [B, rows / B]. Whole packed rows share their positions' logits where that is less work, and where one fits."""
+    if index is None:
+        for part in chunk_slices(rows, limit):
+            yield part, teacher[part], None
+        return
+    batch, each = index.shape
+    length = teacher.shape[1]
+    if each > limit or length >= each:
+        gathered = teacher.gather(1, index.unsqueeze(-1).expand(-1, -1, teacher.shape[-1])).flatten(0, 1)
+        yield from teacher_chunks(rows, gathered, None, limit)
+        return
+    for part in chunk_slices(batch, limit // each):
+        offsets = length * torch.arange(part.stop - part.start, device=index.device)
+        yield (
+            slice(part.start * each, part.stop * each),
+            teacher[part].flatten(0, 1),
+            (index[part] + offsets[:, None]).flatten(),
+        )
+
+
 class _VocabularyLoss(torch.autograd.Function):
     """Sum of w [alpha CE + (1 - alpha) l1]; see `vocabulary_chunk`."""
 
     @staticmethod
-    def forward(ctx, hidden, teacher, head, labels, weights, alpha, count, kernels):  # noqa: ANN001, ANN205
+    def forward(ctx, hidden, teacher, index, head, labels, weights, alpha, count, kernels):  # noqa: ANN001, ANN205
         parts = [
-            kernels.vocabulary(hidden[rows], teacher[rows], head, labels[rows], weights[rows], alpha, count)
-            for rows in chunk_slices(hidden.shape[0], kernels.chunk_rows)
+            kernels.vocabulary(hidden[rows], states, places, head, labels[rows], weights[rows], alpha, count)
+            for rows, states, places in teacher_chunks(hidden.shape[0], teacher, index, kernels.chunk_rows)
         ]
         ce, l1, gradient, candidates, mass = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(gradient)
@@ -147,7 +182,7 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):  # noqa: ANN001, ANN205
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), *[None] * 7
+        return gradient * grad.to(gradient.dtype), *[None] * 8
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -227,12 +262,14 @@ def loss_sums(
     settings: LossSection,
     kernels: ChunkKernels,
     top_k: int,
+    teacher_index: Tensor | None = None,
 ) -> LossSums:
     """All terms over flat rows: hidden, teacher [rows, H]; labels, weights [rows]; refined [rows, H] or None; alignment:
-    its weighted sum (a scalar with gradient) or None."""
+    its weighted sum (a scalar with gradient) or None. With `teacher_index` int [B, rows / B], teacher is [B, S, H] and the
+    index says which position predicts each row's label."""
     zero = torch.zeros((), dtype=_wide(hidden[:0]).dtype, device=hidden.device)
     main, ce, l1, candidates, mass = _VocabularyLoss.apply(
-        hidden, teacher, head, labels, weights, settings.alpha, top_k, kernels
+        hidden, teacher, teacher_index, head, labels, weights, settings.alpha, top_k, kernels
     )
     rows = {"ce": ce, "l1": l1, "candidates": candidates, "candidate_mass": mass.sum(dim=-1)}
     refined_ce = refined_l1 = covered = heavy = zero

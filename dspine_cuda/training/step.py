@@ -105,6 +105,9 @@ class LossForward:
 
     def target_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Context features [B, S, F] and the target's final-normed hidden [B, S, H]; no gradient."""
+        if batch.states is not None:
+            width = self.model.config.feature_size
+            return batch.states[..., :width], batch.states[..., width:]
         mask = document_mask(batch.documents)
         return self.target.features(batch.tokens, batch.positions, mask, self.model.config.target_layer_ids)
 
@@ -130,12 +133,20 @@ class LossForward:
             supervision,
         )
         labels, weights = batch.labels.flatten(), batch.weights.flatten()
-        index = batch.teacher_index.flatten(1).unsqueeze(-1).expand(-1, -1, last_hidden.shape[-1])
-        teacher = last_hidden.gather(1, index).flatten(0, 1)
         alignment = outputs.alignment
         if supervision == "token":
             alignment = token_alignment(outputs.layers, head, labels, weights, self.kernels)
         top_k = 1 if self.model.config.dspine is None else self.model.config.dspine.top_k
         return loss_sums(
-            outputs.hidden, teacher, head, labels, weights, outputs.refined, alignment, settings, self.kernels, top_k
+            outputs.hidden,
+            last_hidden,
+            head,
+            labels,
+            weights,
+            outputs.refined,
+            alignment,
+            settings,
+            self.kernels,
+            top_k,
+            batch.teacher_index.flatten(1),
         )

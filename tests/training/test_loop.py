@@ -119,6 +119,9 @@ def test_two_ranks_equal_one(place: Path) -> None:
         port = probe.getsockname()[1]
     torch.multiprocessing.spawn(_one_rank, args=(port, run_of(place, "two", **sections)), nprocs=2)
     np.testing.assert_allclose(losses(place / "two"), losses(place / "one"), rtol=1e-4)
+    one, two = (torch.load(place / f"{name}/checkpoints/step-00000004.pt", weights_only=True) for name in ("one", "two"))
+    for name, state in one["optimizer"]["adamw"].items():  # the first moment: a running mean of the gradients themselves
+        torch.testing.assert_close(two["optimizer"]["adamw"][name]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

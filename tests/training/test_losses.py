@@ -21,6 +21,7 @@ from dspine_cuda.training.losses import (
     denominators,
     loss_sums,
     top_candidates,
+    vocabulary_chunk,
 )
 from dspine_cuda.training.optimizer import MasterOptimizer
 from tests.training.models import features_run, teacher_hidden, toy_batch, toy_drafter
@@ -62,6 +63,30 @@ def test_chunked_gradients_equal_autograd() -> None:
         torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-7)
         for got, exact in zip(torch.autograd.grad(loss, (hidden, refined)), expected, strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("limit", [5, 8, 16, 1000])
+def test_shared_teacher_positions_change_nothing(limit: int) -> None:
+    """4 packed rows of 6 positions and 8 labels each: positions shared from chunks of 8 rows on."""
+    torch.manual_seed(1)
+    head, states = torch.randn(40, 8, dtype=torch.float64), torch.randn(4, 6, 8, dtype=torch.float64)
+    hidden = torch.randn(32, 8, dtype=torch.float64, requires_grad=True)
+    index, labels, weights = torch.randint(6, (4, 8)), torch.randint(40, (32,)), torch.rand(32, dtype=torch.float64)
+    rows = states.gather(1, index[..., None].expand(-1, -1, 8)).flatten(0, 1)
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments[1].shape[0])
+        return vocabulary_chunk(*arguments)
+
+    results = []
+    for teacher, places in ((rows, None), (states, index)):
+        kernels = ChunkKernels(limit, counted)
+        sums = loss_sums(hidden, teacher, head, labels, weights, None, None, SETTINGS, kernels, 4, places)
+        results.append((*torch.autograd.grad(sums.main, hidden), sums.ce, sums.l1, sums.rows["candidate_mass"]))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert sum(calls) == 32 + (32 if limit < 8 else 24)
 
 
 def test_two_stage_top_k_is_exact() -> None:
