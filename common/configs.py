@@ -27,6 +27,7 @@ from dspine.common.masks import FULL, SLIDING, MaskRule, mask_rule
 
 METHODS = ("dflash", "dflash2", "domino", "dspark", "dspine")
 CONDITIONAL = ("dflash2", "domino", "dspark", "dspine")  # each draw is made given the draws before it
+PATH_SIGNALS = ("domino", "dspark")  # confidence and entropy are read off the drawn path, so they depend on the drawn tokens
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from dspine.common.acceptance import (
     check_rule,
 )
 from dspine.common.arrays import array_namespace, astype
-from dspine.common.configs import CONDITIONAL
+from dspine.common.configs import CONDITIONAL, PATH_SIGNALS
 from dspine.common.errors import DSpineError
 from dspine.common.logprobs import TokenLogprobs, token_logprobs
 from dspine.common.protocols import Drafter, DraftRequest, LengthPolicy, Proposal, StageZero, Target
@@ -104,9 +104,16 @@ def resolve_acceptance(rule: str, sampling: SamplingParams, drafter: Drafter | N
         if sampling.greedy:
             return "greedy"
         conditional = drafter is not None and getattr(drafter.config, "method", None) in CONDITIONAL
-        return "rejection" if conditional and not policy.reads_draft_tokens else "point-mass"
-    check_rule(rule, temperature=sampling.temperature, reads_draft_tokens=policy.reads_draft_tokens, policy=policy.name)
+        return "rejection" if conditional and not reads_drafts(policy, drafter) else "point-mass"
+    check_rule(rule, temperature=sampling.temperature, reads_draft_tokens=reads_drafts(policy, drafter), policy=policy.name)
     return rule
+
+
+def reads_drafts(policy: LengthPolicy, drafter: Drafter | None) -> bool:
+    """Whether the length depends on the drawn tokens: by the router's picks, or by signals that this drafter reads off its
+    drawn path."""
+    on_path = drafter is not None and getattr(drafter.config, "method", None) in PATH_SIGNALS
+    return policy.reads_draft_tokens or (policy.needs_signals and on_path)
 
 
 def decode(

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dspine.common.configs import PATH_SIGNALS
 from dspine.common.errors import DSpineError
 from dspine.common.protocols import Engine, LengthPolicy
 from dspine.common.selection.calibrated import CALIBRATED
@@ -60,6 +61,11 @@ def _automatic(engine: Engine, calibration: str | Path | None, acceptance: str, 
             found = _checked(engine, path)
         except DSpineError as error:
             return PolicyChoice(StaticPolicy(), f"auto: {error}")
+    if acceptance == "rejection" and getattr(engine.drafter.config, "method", None) in PATH_SIGNALS:
+        reason = (
+            "auto: acceptance 'rejection' excludes every policy that reads this drafter's signals, which follow its drawn path"
+        )
+        return PolicyChoice(StaticPolicy(), reason)
     if found.routing is None:
         return PolicyChoice(parse_policy("nominal", found), f"auto: {path.name} fits, the target has no router", path)
     if acceptance == "rejection":

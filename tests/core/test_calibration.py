@@ -176,6 +176,10 @@ def test_auto_takes_what_fits_and_says_why(engine):
     assert choice.policy.name == "hybridspec" and "has a router" in choice.reason and choice.path == calibration_path(engine)
     choice = choose_policy("auto", engine, acceptance="rejection")
     assert choice.policy.name == "nominal" and "rejection" in choice.reason
+    engine.drafter.config.method = "dspark"
+    choice = choose_policy("auto", engine, acceptance="rejection")
+    assert choice.policy.name == "full" and "drawn path" in choice.reason
+    engine.drafter.config.method = "dspine"
     fitting(engine, routed=False).save(calibration_path(engine))
     choice = choose_policy("auto", engine)
     assert choice.policy.name == "nominal" and "no router" in choice.reason

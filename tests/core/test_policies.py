@@ -267,6 +267,18 @@ def test_rules_that_go_together():
             assert resolve_acceptance("rejection", sampled, drafter, policy) == "rejection"
 
 
+@pytest.mark.parametrize("method", ["domino", "dspark"])
+@pytest.mark.parametrize("name", sorted(CALIBRATED))
+def test_signals_of_a_drawn_path_exclude_the_rejection_rule(name, method):
+    """Domino and DSpark read confidence and entropy off the drafts they drew: a length from them reads drafted tokens."""
+    drafter = SimpleNamespace(config=SimpleNamespace(method=method))
+    sampled, policy = SamplingParams(temperature=1.0), parse_policy(name, calibration(8))
+    assert resolve_acceptance("auto", sampled, drafter, policy) == "point-mass"
+    with pytest.raises(DSpineError, match="not lossless"):
+        resolve_acceptance("rejection", sampled, drafter, policy)
+    assert resolve_acceptance("auto", sampled, drafter, parse_policy("full")) == "rejection"
+
+
 @pytest.mark.parametrize("name", sorted(CALIBRATED))
 def test_calibrated_policies_need_a_calibration(name):
     with pytest.raises(DSpineError, match="dspine calibrate.*--policy full"):
