@@ -18,7 +18,7 @@ from dspine.common.configs import DrafterConfig
 from dspine.common.draft_cards import BRIDGE
 from dspine.common.draft_layouts import BORROWED, canonical_name, head_tensors, kind_of
 from dspine.common.errors import CheckpointError
-from dspine.common.quantization import dequantize_affine
+from dspine.common.quantization import GroupForm, dequantize_affine
 from dspine.common.transfer_space import TransferBasis, transfer_codes
 
 _DTYPES = {
@@ -171,24 +171,40 @@ class DraftTensors:
     def _is_quantized(self, name: str) -> bool:
         return name.removesuffix(".weight") + ".scales" in self._entries
 
+    def form(self, name: str) -> GroupForm | None:
+        """How a tensor is stored: bits and group size, or None where it is a plain float tensor."""
+        if not self._is_quantized(name):
+            return None
+        return quantization_form(self.config.quantization, name.removesuffix(".weight"), str(self.folder))
+
     def _check_quantized(self, name: str, shape: tuple[int, ...]) -> None:
-        if self.config.quantization is None:
-            raise CheckpointError(f"{self.folder}: {name} is quantised, but config.json has no `quantization`")
-        bits, packed = int(self.config.quantization["bits"]), self._entries[name].shape
-        if packed != (shape[0], shape[1] * bits // 32):
+        form, stem = self.form(name), name.removesuffix(".weight")
+        assert form is not None
+        if len(shape) != 2 or shape[1] % form.group_size:
+            raise CheckpointError(f"{self.folder}: {name} {list(shape)} cannot be stored in groups of {form.group_size}")
+        got = [self._entries[n].shape if n in self._entries else None for n in (name, f"{stem}.scales", f"{stem}.biases")]
+        groups = (shape[0], shape[1] // form.group_size)
+        if got != [(shape[0], form.words(shape[1])), groups, groups] or self._entries[name].dtype != "U32":
             raise CheckpointError(
-                f"{self.folder}: {name} packs {list(packed)} words, expected {[shape[0], shape[1] * bits // 32]} at {bits} bits"
+                f"{self.folder}: {name} packs {list(got[0] or ())} words with scales {list(got[1] or ())} and biases "
+                f"{list(got[2] or ())}; expected {[shape[0], form.words(shape[1])]} (uint32) and {list(groups)} at {form.bits} "
+                f"bits in groups of {form.group_size}"
             )
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, dequantised."""
+        form = self.form(name)
+        if form is not None:
+            return dequantize_affine(*self.packed(name), form.bits, form.group_size)
         self._unread.discard(name)
-        array = read_tensor(self._entries[name])
-        if self._is_quantized(name):
-            stem, form = name.removesuffix(".weight"), self.config.quantization or {}
-            scales, biases = (read_tensor(self._entries[f"{stem}.{part}"]).astype(np.float32) for part in ("scales", "biases"))
-            return dequantize_affine(array, scales, biases, int(form["bits"]), int(form["group_size"]))
-        return array.astype(np.float32)
+        return read_tensor(self._entries[name]).astype(np.float32)
+
+    def packed(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A quantised tensor as it is stored: uint32 words [out, W], scales and biases float32 [out, groups]."""
+        self._unread.discard(name)
+        stem = name.removesuffix(".weight")
+        scales, biases = (read_tensor(self._entries[f"{stem}.{part}"]).astype(np.float32) for part in ("scales", "biases"))
+        return read_tensor(self._entries[name]), scales, biases
 
     def transfer_basis(self) -> TransferBasis | None:
         """The stored basis of the transfer space as float32, or None where there is none."""
@@ -212,6 +228,21 @@ class DraftTensors:
         """Raise if a tensor was loaded by nobody (a tensor that is allocated but not used costs acceptance silently)."""
         if self._unread:
             raise CheckpointError(f"{self.folder}: tensors never used: {_names(sorted(self._unread))}")
+
+
+def quantization_form(quantization: dict[str, Any] | None, stem: str, where: str) -> GroupForm:
+    """MLX's metadata for one module: the general `bits` and `group_size`, or an entry of the module's own name."""
+    if quantization is None:
+        raise CheckpointError(f"{where}: {stem}.weight is quantised, but config.json has no `quantization`")
+    own = quantization.get(stem, quantization.get(f"model.{stem}"))
+    form = own if isinstance(own, dict) else quantization
+    bits, group, mode = form.get("bits"), form.get("group_size"), form.get("mode", quantization.get("mode", "affine"))
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (bits, group))
+    if not whole or mode != "affine":
+        raise CheckpointError(
+            f"{where}: quantization of {stem} is {form!r}; known: mode affine (MLX), with whole numbers `bits` and `group_size`"
+        )
+    return GroupForm(bits, group)
 
 
 def _gather_entries(folder: Path) -> dict[str, _Entry]:
