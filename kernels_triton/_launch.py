@@ -78,9 +78,15 @@ def multiply_terms(a, b):
 
 @triton.jit
 def multiply_small(a, b, SPLIT: tl.constexpr):
-    """a @ b, both float32: 3xTF32 (error about 2^-22) where SPLIT, else multiply-adds."""
+    """a @ b, both float32: six exact products of bfloat16 terms (error about 2^-22) where SPLIT, else multiply-adds.
+
+    Faster than 3xTF32 here: a sum of products lies in registers as the left factor of the next one wants it.
+    """
     if SPLIT:
-        return tl.dot(a, b, input_precision="tf32x3")
+        high, middle, low = thirds(a, SPLIT)
+        high_b, middle_b, low_b = thirds(b, SPLIT)
+        least = multiply(high, low_b) + multiply(middle, middle_b) + multiply(low, high_b)
+        return least + (multiply(high, middle_b) + multiply(middle, high_b)) + multiply(high, high_b)
     else:
         return tl.dot(a, b, input_precision="ieee")
 

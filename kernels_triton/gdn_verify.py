@@ -44,17 +44,17 @@ class Launch:
     block: int = 8
 
 
-# Largest w of each entry, in order; found with `benchmarks.kernels.run --sweep`. `block` is the same for all: with another
-# one a token would be rounded differently in a longer block.
-LAUNCHES = ((2, Launch(8, 1)), (4, Launch(8, 1)), (8, Launch(8, 1)), (16, Launch(8, 1)))
-WIDE_LAUNCH = Launch(32, 8)  # float32 inputs: multiply-adds instead of tensor cores
+# Found with `benchmarks.kernels.run --sweep`. `block` is the same for all: with another one a token would be rounded
+# differently in a longer block.
+NARROW, WIDE = Launch(8, 1), Launch(16, 1)
+FLOAT32_LAUNCH = Launch(32, 8)  # float32 inputs: multiply-adds instead of tensor cores
 
 
-def choose(count: int, dtype: torch.dtype) -> Launch:
+def choose(count: int, dtype: torch.dtype, overlap: bool = False, deferred: bool = False) -> Launch:
     """The launch parameters for `count` tokens."""
     if dtype == torch.float32:
-        return WIDE_LAUNCH
-    return next(launch for most, launch in LAUNCHES if count <= most)
+        return FLOAT32_LAUNCH
+    return WIDE if overlap and not deferred and count > 4 else NARROW
 
 
 @triton.jit
@@ -131,8 +131,6 @@ def _gdn_verify_kernel(
     W: tl.constexpr, PAST: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
     pair = tl.program_id(1)  # batch x value head
     batch, head = pair // HV, pair % HV
     key_head = head // (HV // HK)
@@ -151,8 +149,14 @@ def _gdn_verify_kernel(
         held = fold(held, past[0], past[1], past[2], m)
         tl.store(place, held, mask=inside & (m > 0))
     high, middle, low = thirds(held, SPLIT)
+    # When the next kernel may start: as soon as this one's own preparation is done; after a fold, which is longer, when the
+    # kernel in front is done too, or several of them would share the memory's bandwidth
+    if OVERLAP and PAST == 0:
+        gdc_launch_dependents()
     if OVERLAP:  # everything below may come from the kernel before this
         gdc_wait()
+    if OVERLAP and PAST > 0:
+        gdc_launch_dependents()
     count = W
     if HAS_LENGTHS:
         count = tl.minimum(tl.load(lengths + batch).to(tl.int32), W)
@@ -208,7 +212,7 @@ def launch(
     """
     batch, count, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    chosen = parameters or choose(count, q.dtype)
+    chosen = parameters or choose(count, q.dtype, overlap, pending is not None)
     block_v = chosen.block_v if parameters else programs_of(value_dim, chosen.block_v)
     past = (z, k, g, z) if pending is None else (pending.z, pending.k, pending.g, pending_m)
     _gdn_verify_kernel[(triton.cdiv(value_dim, block_v), batch * value_heads)](
