@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from dspine.common.serving.prompts import END_THINK, END_TOOL, THINK, TOOL, Prom
 from dspine.common.serving.schema import ChatRequest, ResponseFormat, Tool, ToolChoice
 
 LIBRARY = "llguidance"
+WHITESPACE = r"(\n[ \t]{0,16}| ?)"  # bounded: small models otherwise fill a whole answer with spaces
 
 
 class LogitBias:
@@ -56,9 +57,17 @@ class GrammarRule:
     needs_drafts = True
 
     def __init__(
-        self, matcher: Any, arrays: ArrayOps, vocab: int, think: ThinkTokens, *, thinking: bool, may_think: bool
+        self,
+        matcher: Any,
+        arrays: ArrayOps,
+        vocab: int,
+        think: ThinkTokens,
+        *,
+        thinking: bool,
+        may_think: bool,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._matcher, self._arrays, self._vocab, self._think = matcher, arrays, vocab, think
+        self._matcher, self._arrays, self._vocab, self._think, self._stop_ids = matcher, arrays, vocab, think, stop_ids
         self._asleep = thinking and think.end is not None
         self._may_think = may_think and think.start is not None and think.end is not None
 
@@ -111,8 +120,8 @@ class GrammarRule:
                 self._asleep = token != self._think.end
             elif self._may_think and token == self._think.start:
                 self._asleep = True
-            elif not self._matcher.is_stopped():
-                self._matcher.try_consume_tokens([token])
+            elif not self._matcher.is_stopped() and not self._consume(token) and token not in self._stop_ids:
+                raise ApiError("the grammar lost track of the answer", status=500, code="grammar_lost")
             self._may_think = False
 
 
@@ -132,26 +141,51 @@ class Grammars:
 
     def wanted(self, request: ChatRequest) -> str | None:
         """The grammar that a request asks for, checked, or None. Raises ApiError naming the field."""
-        forced = self._forced_tools(request)
-        shape = request.response_format
-        if shape is None or shape.type == "text":
-            found = None if forced is None else (_tool_grammar(forced), "tool_choice")
-        elif forced is not None:
-            raise ApiError("'response_format' and a forced 'tool_choice' exclude each other", param="response_format")
-        else:
-            found = (_format_grammar(shape), "response_format")
-        if found is None:
+        forced, shape = self._forced_tools(request), request.response_format
+        shaped = shape is not None and shape.type != "text"
+        if not shaped and forced is None:
             return None
+        if shaped and forced is not None:
+            raise ApiError("'response_format' and a forced 'tool_choice' exclude each other", param="response_format")
+        param = "response_format" if shaped else "tool_choice"
         if not self.available():
-            raise unsupported(found[1], f"it needs {LIBRARY}, which is not installed: pip install 'dspine[server]'")
-        self._check(*found)
-        return found[0]
+            raise unsupported(param, f"it needs {LIBRARY}, which is not installed: pip install 'dspine[server]'")
+        grammar = _format_grammar(shape) if shaped else self._tool_grammar(forced or [])  # type: ignore[arg-type]
+        self._check(grammar, param)
+        return grammar
 
     @staticmethod
     def _forced_tools(request: ChatRequest) -> list[Tool] | None:
         if isinstance(request.tool_choice, ToolChoice):
             return [tool for tool in request.tools or () if tool.function.name == request.tool_choice.function.name]
         return list(request.tools or ()) if request.tool_choice == "required" else None
+
+    def _tool_grammar(self, tools: list[Tool]) -> str:
+        """One call of one of the tools, in the form that `parsing.parse_call` reads."""
+        from llguidance import LLMatcher
+
+        options = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.function.name},
+                    "arguments": tool.function.parameters or {"type": "object"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for tool in tools
+        ]
+        shape = options[0] if len(options) == 1 else {"anyOf": options}
+        schema = json.dumps({**shape, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+        return LLMatcher.grammar_from_lark(
+            f'start: {self._marker(TOOL)} "\\n" call "\\n" {self._marker(END_TOOL)}\ncall: %json {schema}\n'
+        )
+
+    def _marker(self, marker: str) -> str:
+        """A marker in a grammar: its token where it is one (the library knows such tokens by id only), else its text."""
+        token = next((token for token, text in self._prompts.marker_ids.items() if text == marker), None)
+        return json.dumps(marker) if token is None else f"<[{token}]>"
 
     def _check(self, grammar: str, param: str) -> None:
         from llguidance import LLMatcher
@@ -177,7 +211,8 @@ class Grammars:
         matcher = LLMatcher(self._library_tokenizer(), grammar)
         if matcher.is_error():
             raise ApiError(f"the grammar cannot be used: {matcher.get_error()[:300]}", param="response_format")
-        return GrammarRule(matcher, arrays, self._vocab, self.think, thinking=thinking, may_think=may_think)
+        stop_ids = frozenset(self._stop_ids)
+        return GrammarRule(matcher, arrays, self._vocab, self.think, thinking=thinking, may_think=may_think, stop_ids=stop_ids)
 
 
 def _format_grammar(shape: ResponseFormat) -> str:
@@ -185,30 +220,6 @@ def _format_grammar(shape: ResponseFormat) -> str:
 
     schema: Any = {"type": "object"} if shape.json_schema is None else shape.json_schema.schema_
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
         raise ApiError(f"'response_format' cannot be compiled: {str(error)[:300]}", param="response_format") from error
-
-
-def _tool_grammar(tools: list[Tool]) -> str:
-    """One call of one of the tools, in the form that `parsing.parse_call` reads."""
-    from llguidance import LLMatcher
-
-    options = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema = json.dumps(options[0] if len(options) == 1 else {"anyOf": options})
-    return LLMatcher.grammar_from_lark(f'start: {_literal(TOOL)} "\\n" call "\\n" {_literal(END_TOOL)}\ncall: %json {schema}\n')
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)
-
-
-RuleMaker = Callable[[], list[Any]]

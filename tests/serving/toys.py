@@ -78,6 +78,7 @@ class ScriptTarget:
         self._noise = np.random.default_rng(7).normal(size=(self.vocab, self.vocab))
         allowed = np.full(self.vocab, -30.0)
         allowed[[tokenizer.encode(chr(c))[0] for c in range(97, 123)]] = 0.0
+        allowed[tokenizer.encode("<think>")[0]] = -90.0  # noise does not think
         self._noise += allowed
         self._start = tokenizer.encode("<|im_start|>")[0]
         self._end = tokenizer.encode("<|im_end|>")[0]
@@ -92,7 +93,7 @@ class ScriptTarget:
                 said = len(context) - starts[-1] - 1 - len("assistant\n")
                 ids = [*self.tokenizer.encode(script), self._end]
                 if 0 <= said < len(ids):
-                    row[ids[said]] += 40.0
+                    row[ids[said]] += 200.0
         return row
 
     def make_cache(self, capacity: int) -> SimpleNamespace:
