@@ -153,15 +153,27 @@ def load_texts(path: Path, facts: dict[str, Any]) -> list[SetText]:
 
 
 def score_texts(
-    drafter: Any, target: Any, texts: Sequence[SetText], *, temperature: float, acceptance: str, seed: int
+    drafter: Any,
+    target: Any,
+    texts: Sequence[SetText],
+    *,
+    temperature: float,
+    acceptance: str,
+    seed: int,
+    independent: bool = False,
 ) -> dict[str, Any]:
     """Rounds of all texts by simulation -> what `summary` makes of them."""
     rounds = simulate(
-        drafter, target, [t.text for t in texts], temperature=temperature, rule=resolved_rule(drafter, acceptance), seed=seed
+        drafter,
+        target,
+        [t.text for t in texts],
+        temperature=temperature,
+        rule=resolved_rule(drafter, acceptance),
+        seed=seed,
+        independent=independent,
     )
-    return summary(
-        [(t.set_name, t.prompt, r, t.looping) for t, r in zip(texts, rounds, strict=True)], drafter.config.num_proposals
-    )
+    rows = [(t.set_name, t.prompt, r, t.looping) for t, r in zip(texts, rounds, strict=True)]
+    return summary(rows, drafter.config.num_proposals)
 
 
 def resolved_rule(drafter: Any, acceptance: str) -> str:

@@ -61,9 +61,10 @@ def simulate(
     rule: str = "rejection",
     seed: int = 0,
     batch: int = BATCH,
+    independent: bool = False,
 ) -> list[Rounds]:
     """The rounds of every text, as generation would take them: anchors follow one another, an end token or the limit of
-    tokens ends the last round."""
+    tokens ends the last round. independent: each position on its own from the ordinary output (an ablation of DSpine)."""
     if rule not in RULES:
         raise DSpineError(f"acceptance rule must be one of {', '.join(RULES)}, got {rule!r}")
     order = sorted(range(len(texts)), key=lambda i: (texts[i].start, len(texts[i].tokens)))
@@ -71,7 +72,7 @@ def simulate(
     for first in range(0, len(order), batch):
         members = order[first : first + batch]
         chosen = [texts[i] for i in members]
-        accepted = _accepted_everywhere(drafter, target, chosen, temperature, rule, seed)
+        accepted = _accepted_everywhere(drafter, target, chosen, temperature, rule, seed, independent)
         for i, text, row in zip(members, chosen, accepted, strict=True):
             results[i] = _walk(row, text)
     return [results[i] for i in range(len(texts))]
@@ -87,7 +88,13 @@ def _walk(accepted: np.ndarray, text: Text) -> Rounds:
 
 
 def _accepted_everywhere(
-    drafter: TorchDrafter, target: FrozenTarget, texts: list[Text], temperature: float, rule: str, seed: int
+    drafter: TorchDrafter,
+    target: FrozenTarget,
+    texts: list[Text],
+    temperature: float,
+    rule: str,
+    seed: int,
+    independent: bool,
 ) -> np.ndarray:
     """Accepted drafts int [B, W] at every anchor of every text (0 elsewhere)."""
     proposals, device = drafter.config.num_proposals, target.device
@@ -104,14 +111,21 @@ def _accepted_everywhere(
         cache.length = anchor
         following = truth[:, anchor + 1 : anchor + 1 + proposals]
         if draws is None:
-            drafted = drafter.propose(cache, tokens[:, anchor], DraftRequest()).tokens
+            drafted = _greedy(drafter, cache, tokens[:, anchor], independent)
             kept = drafted == following
         else:
-            q = text_probability(drafter, cache, tokens[:, anchor], following.clamp(min=0), temperature)
+            q = text_probability(drafter, cache, tokens[:, anchor], following.clamp(min=0), temperature, independent)
             chance = acceptance_chance(q, likely[:, anchor : anchor + proposals], rule)  # position i holds p of token i + 1
             kept = (draws[:, anchor] < chance) & (following >= 0)
         result[:, anchor] = kept.long().cumprod(dim=1).sum(dim=1)
     return result.cpu().numpy()
+
+
+def _greedy(drafter: TorchDrafter, cache: DraftCache, anchor: Tensor, independent: bool) -> Tensor:
+    if not independent:
+        return drafter.propose(cache, anchor, DraftRequest()).tokens
+    states, _ = drafter._run(cache, anchor)
+    return drafter.target.head(states.hidden[:, 0, drafter.config.proposal_rows]).argmax(dim=-1)
 
 
 def acceptance_chance(q: Tensor, p: Tensor, rule: str) -> Tensor:
@@ -169,6 +183,8 @@ def text_probability(drafter: TorchDrafter, cache: DraftCache, anchor: Tensor, f
     logits = drafter.target.head(hidden)
     logits = scale_logits(logits, config) if drafter._own_scale else logits
     spelled = _Spelled(temperature, following=following)
+    if independent:
+        return _along(*_unconditional(logits), following, temperature)
     if parts.domino is not None:
         return _at(domino_walk(logits, hidden, anchor, parts.domino, spelled).q, following)
     if config.dspark is not None:
@@ -180,9 +196,14 @@ def text_probability(drafter: TorchDrafter, cache: DraftCache, anchor: Tensor, f
         candidates = logits.topk(config.dspine.top_k, dim=-1).indices  # type: ignore[union-attr]
         scores = drafter.transition(states.pre_injection[:, 0, rows], code, candidates)
     else:
-        values, candidates = logits.topk(min(INDEPENDENT_CANDIDATES, logits.shape[-1]), dim=-1)
-        scores = values[:, :, None, :].expand(-1, -1, values.shape[-1], -1)
+        scores, candidates = _unconditional(logits)
     return _along(scores, candidates, following, temperature)
+
+
+def _unconditional(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores [B, M, K, K] that do not depend on the predecessor, and candidates [B, M, K]."""
+    values, candidates = logits.topk(min(INDEPENDENT_CANDIDATES, logits.shape[-1]), dim=-1)
+    return values[:, :, None, :].expand(-1, -1, values.shape[-1], -1), candidates
 
 
 def _at(q: Tensor, following: Tensor) -> Tensor:
