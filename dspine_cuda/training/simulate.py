@@ -172,7 +172,14 @@ class _Spelled(Draws):
         return self.following[:, step], torch.softmax(logits / self.temperature, dim=-1)
 
 
-def text_probability(drafter: TorchDrafter, cache: DraftCache, anchor: Tensor, following: Tensor, temperature: float) -> Tensor:
+def text_probability(
+    drafter: TorchDrafter,
+    cache: DraftCache,
+    anchor: Tensor,
+    following: Tensor,
+    temperature: float,
+    independent: bool = False,
+) -> Tensor:
     """q of the text's own tokens, each given the ones before it: anchor int [B], following int [B, M] -> float32 [B, M].
 
     A token that is no candidate has 0, and so has what follows it (as drafts, they cannot be reached).
