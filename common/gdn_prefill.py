@@ -69,8 +69,9 @@ def _inverse(matrix: Array) -> Array:
     """(I + strict lower part of `matrix` [..., c, c])^{-1}: substitution in blocks of 16, then pairs of blocks joined."""
     xp = array_namespace(matrix)
     size = matrix.shape[-1]
-    ones = xp.zeros_like(matrix[..., :_BLOCK, :_BLOCK]) + xp.eye(_BLOCK, dtype=matrix.dtype, **_place(matrix))
-    blocks = [_substitute(matrix[..., i : i + _BLOCK, i : i + _BLOCK], ones) for i in range(0, size, _BLOCK)]
+    stacked = xp.stack([matrix[..., i : i + _BLOCK, i : i + _BLOCK] for i in range(0, size, _BLOCK)], axis=0)
+    solved = _substitute(stacked, xp.zeros_like(stacked) + xp.eye(_BLOCK, dtype=matrix.dtype, **_place(matrix)))
+    blocks = [solved[i] for i in range(size // _BLOCK)]
     width = _BLOCK
     while width < size:
         joined = []

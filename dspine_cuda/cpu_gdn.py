@@ -15,27 +15,24 @@ from torch import Tensor
 from dspine.common.gdn import MAX_TOKENS, NORM_EPS, GdnFactors, GdnInputWeights, GdnLayout, GdnTokens
 
 _FLOATS = (torch.float32, torch.bfloat16)
+_FLOOR = torch.tensor(NORM_EPS**0.5)
+_LOWER = torch.ones(MAX_TOKENS, MAX_TOKENS).tril()
 
 
 @dataclass(frozen=True)
 class PreparedInputWeights(GdnInputWeights):
-    """`GdnInputWeights` with what `gdn_inputs` would make of them in every call: taps float32 [width, C], rate float32 [Hv]
-    (-exp(A_log)), scales float32 [2 Hk, 1] is made from the layout."""
+    """`GdnInputWeights` with what `gdn_inputs` would make of them in every call: taps, `width` of float32 [C]; rate float32
+    [Hv], -exp(A_log); bias float32 [Hv]."""
 
-    taps: Tensor | None = None
+    taps: tuple[Tensor, ...] = ()
     rate: Tensor | None = None
+    bias: Tensor | None = None
 
     @staticmethod
     def make(conv: Tensor, decay_log: Tensor, dt_bias: Tensor, conv_bias: Tensor | None = None) -> PreparedInputWeights:
         """From the weights of one layer."""
-        return PreparedInputWeights(
-            conv,
-            decay_log,
-            dt_bias,
-            conv_bias,
-            conv.to(torch.float32).t().contiguous(),
-            -torch.exp(decay_log.to(torch.float32)),
-        )
+        taps, rate = conv.to(torch.float32).t().contiguous().unbind(0), -torch.exp(decay_log.to(torch.float32))
+        return PreparedInputWeights(conv, decay_log, dt_bias, conv_bias, taps, rate, dt_bias.to(torch.float32))
 
 
 def supports_inputs(
@@ -65,33 +62,31 @@ def gdn_inputs(
         weights = PreparedInputWeights.make(weights.conv, weights.decay_log, weights.dt_bias, weights.conv_bias)
     batch, count, _ = projected.shape
     rows = torch.cat((window.to(projected.dtype), projected), dim=1).to(torch.float32)
-    taps: Tensor = weights.taps  # type: ignore[assignment]
-    mixed = rows[:, :count] * taps[0]
-    for j in range(1, taps.shape[0]):
-        mixed.addcmul_(rows[:, j : j + count], taps[j])
+    taps: tuple[Tensor, ...] = weights.taps
+    mixed = rows.narrow(1, 0, count) * taps[0]
+    for j in range(1, len(taps)):
+        mixed.addcmul_(rows.narrow(1, j, count), taps[j])
     if weights.conv_bias is not None:
         mixed.add_(weights.conv_bias.to(torch.float32))
     mixed = F.silu(mixed)
-    heads, size = layout.key_heads, layout.key_dim
-    both = mixed[..., : 2 * heads * size].view(batch, count, 2 * heads, size)
-    length = torch.linalg.vector_norm(both, 2, -1, True).hypot_(_floor())
-    both = both / length
-    q = (both[:, :, :heads] * size**-0.5).to(projected.dtype)
-    k = both[:, :, heads:].to(projected.dtype)
-    v = mixed[..., 2 * heads * size :].view(batch, count, layout.value_heads, layout.value_dim).to(projected.dtype)
-    log_decay = F.softplus(_framed(a) + weights.dt_bias.to(torch.float32)).mul_(weights.rate)[:, :count]
-    beta = _framed(b).sigmoid_()[:, :count]
-    return GdnTokens(q, k, v, log_decay, beta)
-
-
-def _floor() -> Tensor:
-    return torch.tensor(NORM_EPS**0.5)
+    heads, size, dtype = layout.key_heads, layout.key_dim, projected.dtype
+    both, v = mixed.split_with_sizes((2 * heads * size, layout.value_heads * layout.value_dim), 2)
+    both = both.view(batch, count, 2 * heads, size)
+    both = both / torch.linalg.vector_norm(both, 2, -1, True).hypot_(_FLOOR)
+    q, k = both.split(heads, 2)
+    v = v.view(batch, count, layout.value_heads, layout.value_dim).to(dtype)
+    log_decay = F.softplus(_framed(a) + weights.bias).mul_(weights.rate)
+    beta = _framed(b).sigmoid()
+    if log_decay.shape[1] != count:
+        log_decay, beta = log_decay[:, :count], beta[:, :count]
+    return GdnTokens((q * size**-0.5).to(dtype), k.to(dtype), v, log_decay, beta)
 
 
 def _framed(x: Tensor) -> Tensor:
     """[B, T, H] -> float32 [B, 16 n, H], zeros behind: vectorised functions treat the tail of an array another way."""
     short = -x.shape[1] % MAX_TOKENS
-    return F.pad(x.to(torch.float32), (0, 0, 0, short))
+    x = x.to(torch.float32)
+    return F.pad(x, (0, 0, 0, short)) if short else x
 
 
 def supports_verify(
@@ -119,37 +114,47 @@ def gdn_verify(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, lengths: Tensor | None = None
 ) -> tuple[Tensor, GdnFactors]:
     """`common.gdn.gdn_verify`: equations 3 and 10 in a frame of 16 rows. Rows behind the block are zeros: no write, no read."""
-    out_dtype, kept_k = v.dtype, k
-    batch, count, key_heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
+    out_dtype, kept_k, count = v.dtype, k, q.shape[1]
     if lengths is not None:
         live = torch.arange(count)[None, :] < lengths[:, None]
         q, k, v = (torch.where(live[:, :, None, None], x, 0.0) for x in (q, k, v))
         log_decay, beta = (torch.where(live[:, :, None], x, 0.0) for x in (log_decay, beta))
         state = torch.where((lengths > 0)[:, None, None, None], state, 0.0)
-    repeat, n, rest = value_heads // key_heads, batch * value_heads, MAX_TOKENS - count
-    both = q.new_zeros((batch, key_heads, 2 * MAX_TOKENS, key_dim), dtype=torch.float32)
-    both[:, :, :count] = k.transpose(1, 2)
-    both[:, :, MAX_TOKENS : MAX_TOKENS + count] = q.transpose(1, 2)
-    if repeat > 1:
-        both = both.unsqueeze(2).expand(-1, -1, repeat, -1, -1)
-    both = both.reshape(n, 2 * MAX_TOKENS, key_dim)
     g = torch.cumsum(log_decay, dim=1)
-    framed = F.pad(g.transpose(1, 2), (0, rest)).reshape(n, MAX_TOKENS)
-    # rows behind the block hold 0, and differences above 0 are none of the block's: clamped before the exponential
-    between = (framed.unsqueeze(-1) - framed.unsqueeze(-2)).clamp_(max=0.0).exp_().tril_()
-    decay = framed.exp().unsqueeze(-1)
-    strength = F.pad(beta.transpose(1, 2), (0, rest)).reshape(n, MAX_TOKENS, 1)
-    values = F.pad(v.transpose(1, 2).to(torch.float32), (0, 0, 0, rest)).reshape(n, MAX_TOKENS, value_dim)
-    read = torch.bmm(both, state.reshape(n, value_dim, key_dim).transpose(1, 2))
-    gram = torch.bmm(both, both[:, :MAX_TOKENS].transpose(1, 2))
-    right = torch.addcmul(values, decay, read[:, :MAX_TOKENS], value=-1.0).mul_(strength)
-    matrix = (gram[:, :MAX_TOKENS] * between).mul_(strength)
-    z = torch.linalg.solve_triangular(matrix, right, upper=False, unitriangular=True)
-    out = torch.bmm(gram[:, MAX_TOKENS:] * between, z).addcmul_(decay, read[:, MAX_TOKENS:])
-    shape = (batch, value_heads, MAX_TOKENS, value_dim)
-    out, z = (x.view(shape)[:, :, :count].transpose(1, 2) for x in (out, z.contiguous()))
+    whole = g
+    if count < MAX_TOKENS:
+        rest = MAX_TOKENS - count
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, rest)) for x in (q, k, v))
+        whole, beta = (F.pad(x, (0, 0, 0, rest)) for x in (g, beta))
+    out, z = _solve_frame(q, k, v.to(torch.float32), whole, beta, state)
+    if count < MAX_TOKENS:
+        out, z = out[:, :count], z[:, :count]
     return out.to(out_dtype), GdnFactors(z, kept_k, g)
+
+
+def _solve_frame(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """o and z, float32 [B, 16, Hv, Dv], of whole frames; g may be anything in rows behind the block."""
+    batch, _, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    n, repeat = batch * key_heads, value_heads // key_heads
+    both = torch.cat((k, q), dim=1).to(torch.float32).transpose(1, 2).reshape(n, 2 * MAX_TOKENS, key_dim)
+    # all value heads of a key head side by side: [n, 32, repeat * Dv]
+    read = torch.bmm(both, state.reshape(n, repeat * value_dim, key_dim).transpose(1, 2))
+    gram = torch.bmm(both, both[:, :MAX_TOKENS].transpose(1, 2)).view(n, 1, 2, MAX_TOKENS, MAX_TOKENS)
+    by_head = g.transpose(1, 2).reshape(n, repeat, MAX_TOKENS, 1)
+    # rows behind the block are no later ones: differences above 0 are clamped before the exponential
+    between = (by_head - by_head.transpose(2, 3)).clamp_(max=0.0).exp_().mul_(_LOWER)
+    decay = by_head.exp()
+    strength = beta.transpose(1, 2).reshape(n, repeat, MAX_TOKENS, 1)
+    read_keys, read_queries = read.view(n, 2, MAX_TOKENS, repeat, value_dim).transpose(2, 3).unbind(1)
+    keys, queries = gram.unbind(2)
+    values = v.transpose(1, 2).reshape(n, repeat, MAX_TOKENS, value_dim)
+    right = torch.addcmul(values, decay, read_keys, value=-1.0).mul_(strength)
+    matrix = (keys * between).mul_(strength)
+    z = torch.linalg.solve_triangular(matrix, right, upper=False, unitriangular=True)
+    out = torch.matmul(queries * between, z).addcmul_(decay, read_queries)
+    shape = (batch, value_heads, MAX_TOKENS, value_dim)
+    return out.view(shape).transpose(1, 2), z.reshape(shape).transpose(1, 2)
 
 
 def supports_commit(states: Tensor, factors: GdnFactors, windows: Tensor, inputs: Tensor, m: Tensor) -> bool:

@@ -43,8 +43,9 @@ def make_exact_linear(weight: Tensor, *, keep: bool = False) -> Map:
     return lambda x: product(x, transposed)
 
 
-def make_wide_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> Map:
+def make_wide_norm(weight: Tensor, eps: float, dtype: torch.dtype, *, half: bool = False) -> Map:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis, in float32, result as `dtype`; weight float32 [..., size].
+    `half`: x may be of lower precision than the result.
 
     On the CPU `F.rms_norm` takes 20 us for one row of 256; four small operations take 6 us.
     """
@@ -54,6 +55,12 @@ def make_wide_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> Map:
             return lambda x: F.rms_norm(x, (size,), weight, eps)
         return lambda x: (F.rms_norm(x.to(torch.float32), (size,), None, eps) * weight).to(dtype)
     floor, scaled = torch.tensor(math.sqrt(size * eps)), weight * math.sqrt(size)
+
+    def exact(x: Tensor) -> Tensor:
+        return x.div(torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)).mul_(scaled)
+
+    if dtype == torch.float32 and not half:
+        return exact
 
     def norm(x: Tensor) -> Tensor:
         wide = x.to(torch.float32)

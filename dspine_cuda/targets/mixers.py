@@ -29,6 +29,8 @@ class Kept:
 
     def first(self, w: int) -> Kept:
         """Of the first `w` tokens."""
+        if w == self.inputs.shape[1]:
+            return self
         z, k, g = (x[:, :w] for x in (self.factors.z, self.factors.k, self.factors.g))
         return Kept(GdnFactors(z, k, g), self.inputs[:, :w])
 
@@ -142,16 +144,22 @@ class GdnMixer:
             decay_log=read("A_log").to(torch.float32).to(device),
             dt_bias=read("dt_bias").to(torch.float32).to(device),
         )
-        self.norm = make_wide_norm(read("norm.weight").to(torch.float32).to(device), config.rms_norm_eps, torch.float32)
+        weight = read("norm.weight").to(torch.float32).to(device)
+        self.norm = make_wide_norm(weight, config.rms_norm_eps, torch.float32, half=dtype != torch.float32)
         self.output = make_exact_linear(read("out_proj.weight").to(dtype).to(device))
 
     def forward(self, x: Tensor, block: Block) -> tuple[Tensor, Kept]:
         """x [N, H], normed -> ([N, H], what a commit needs); reads the cache and changes nothing."""
         cache, index = block.cache, block.cache.gdn_index[self.layer]
-        inputs, z, b, a = self.project(x).view(block.batch, block.count, -1).split_with_sizes(self.sections, 2)
+        made = self.project(x).view(block.batch, block.count, -1)
+        if block.framed and block.count < ROWS:
+            # CPU: 16 rows always, so that a row's bits and the calls' shapes do not depend on w. Rows behind the block hold
+            # nothing of use; no row before them reads them.
+            made = F.pad(made, (0, 0, 0, ROWS - block.count))
+        inputs, z, b, a = made.split_with_sizes(self.sections, 2)
         tokens = gdn_inputs(inputs, cache.windows[index], a, b, self.weights, self.layout)
         mixed, factors = gdn_verify(tokens.q, tokens.k, tokens.v, tokens.log_decay, tokens.beta, cache.states[index])
-        return self._out(mixed, z), Kept(factors, inputs)
+        return self._out(mixed, z, block.count), Kept(factors, inputs).first(block.count)
 
     def prefill(self, x: Tensor, block: Block) -> Tensor:
         """The same for committed tokens: state and window of the cache move on."""
@@ -165,13 +173,15 @@ class GdnMixer:
         cache.states[index] = state
         width = cache.windows.shape[2]
         cache.windows[index] = torch.cat((cache.windows[index], inputs), dim=1)[:, -width:]
-        return self._out(mixed, z)
+        return self._out(mixed, z, block.count)
 
-    def _out(self, mixed: Tensor, z: Tensor) -> Tensor:
-        """Gated norm in float32, then the output projection: mixed [B, T, Hv, Dv], z [B, T, Hv Dv] -> [N, H]."""
-        gate = F.silu(z.to(torch.float32)).view(mixed.shape)
-        normed = (self.norm(mixed) * gate).to(self.dtype)
-        return self.output(normed.reshape(mixed.shape[0] * mixed.shape[1], -1))
+    def _out(self, mixed: Tensor, z: Tensor, count: int) -> Tensor:
+        """Gated norm in float32, then the output projection of the first `count` rows: mixed [B, T, Hv, Dv], z [B, T, Hv Dv]
+        -> [N, H]."""
+        normed = self.norm(mixed).mul_(F.silu(z.to(torch.float32)).view(mixed.shape))
+        if count < normed.shape[1]:
+            normed = normed[:, :count]
+        return self.output(normed.to(self.dtype).reshape(mixed.shape[0] * count, -1))
 
 
 def _grouped_rows(read: object, config: HybridConfig) -> list[Tensor]:

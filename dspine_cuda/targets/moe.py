@@ -123,6 +123,8 @@ class SparseMlp:
     def _on_cpu(self, x: Tensor, picks: Tensor) -> Tensor:
         """Every expert that was hit, once, over its rows: [N, k, H]. Work grows with the distinct experts."""
         count, k = picks.shape
+        if count == 1 and self.exact:
+            return self._one_row(torch.cat((x, x)), picks[0].tolist())
         if picks.numel() <= _SMALL:
             rows, place, hits, sizes = _plan(picks.view(-1).tolist(), k, double=self.exact)
             gathered = x.index_select(0, torch.tensor(rows))
@@ -138,6 +140,13 @@ class SparseMlp:
         gate, up = inner.chunk(2, dim=-1)
         outer = self._per_expert(F.silu(gate) * up, self.downs, hits, sizes)
         return outer.index_select(0, order).view(count, k, -1)
+
+    def _one_row(self, x: Tensor, hits: list[int]) -> Tensor:
+        """A plain step: nothing to sort or gather. x [2, H], the same row twice (see `exact`) -> [1, k, H]."""
+        inner = torch.cat([x.mm(self.ups[e]) for e in hits])
+        gate, up = inner.chunk(2, dim=-1)
+        rows = (F.silu(gate) * up).split(2)
+        return torch.stack([row.mm(self.downs[e]) for row, e in zip(rows, hits, strict=True)])[:, 0].unsqueeze(0)
 
     def _per_expert(self, x: Tensor, matrices: object, hits: list[int], sizes: list[int]) -> Tensor:
         """Rows of x, grouped by expert, through each expert's matrix."""
