@@ -13,7 +13,7 @@ from typing import Any
 
 from dspine.common.decoding import DecodingParams, TokenEvent, decode, resolve_acceptance
 from dspine.common.errors import DSpineError
-from dspine.common.models import resolve_draft, resolve_model
+from dspine.common.models import find_draft, resolve_model
 from dspine.common.protocols import Engine, Runtime
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.calibration import device_class
@@ -68,9 +68,9 @@ def load(
     notes: list[str] = []
     draft_folder = None
     if draft_model is not None:
-        draft_folder = resolve_draft(draft_model, model)
-        if draft_folder is None:
-            notes.append(f"no drafter is known for {model}: decoding plainly (name one with --draft-model)")
+        draft_folder, reason = find_draft(draft_model, model)
+        if draft_folder is None or reason.startswith("published"):
+            notes.append(reason)
     target = runtime.load_target(folder, device=device, dtype=dtype)
     drafter = runtime.load_drafter(draft_folder, target) if draft_folder is not None else None
     device = target.info.device

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dspine.common.embedded import EMBEDDED_NAME, embedded_folder, prepare_embedded
 from dspine.common.errors import CheckpointError, DSpineError
+from dspine.common.published import published_drafts
 from dspine.common.stored import expanded_folder, is_stored, prepare_stored
 
 AUTO_DRAFT = "auto"
@@ -63,7 +64,7 @@ def find_draft(name: str, model: str) -> tuple[Path | None, str]:
         return _resolve_named(name, "draft"), "named by --draft-model"
     pair = next((pair for pair in SHIPPED_PAIRS if _same_model(pair.model, model)), None)
     if pair is None:
-        return None, f"no drafter is known for {model!r}: decoding plainly; name one with --draft-model"
+        return _published(model)
     folder = checkpoints_folder() / pair.draft
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -71,6 +72,18 @@ def find_draft(name: str, model: str) -> tuple[Path | None, str]:
             "name another with --draft-model, or decode plainly with --no-draft"
         )
     return folder, f"shipped with dspine for {pair.model!r}"
+
+
+def _published(model: str) -> tuple[Path | None, str]:
+    """The first drafter that `common.published` lists; where it cannot be fetched, plain decoding, and the reason."""
+    target, drafts = published_drafts(model)
+    if not drafts:
+        return None, f"no drafter is known for {model!r}: decoding plainly; name one with --draft-model"
+    others = f"; also published: {', '.join(drafts[1:])}" if drafts[1:] else ""
+    try:
+        return _download(drafts[0], "draft"), f"published for {target}: {drafts[0]}{others}"
+    except DSpineError as error:
+        return None, f"{error}; decoding plainly without {drafts[0]}, published for {target}{others}"
 
 
 def checkpoints_folder() -> Path:

@@ -29,6 +29,7 @@ from dspine_mlx import ops
 from dspine_mlx.compiled import COMMIT_LENGTHS, Parts, compiling_pays
 from dspine_mlx.draft_cache import DraftCache
 from dspine_mlx.draft_heads import GroupedConv, add_heads, draft_parts
+from dspine_mlx.packed import pack_linears
 
 Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
 Mask = mx.array | str | None
@@ -146,7 +147,7 @@ class DrafterModel(nn.Module):
     @property
     def dtype(self) -> mx.Dtype:
         """Dtype of weights and activations."""
-        return self.fc.weight.dtype
+        return self.hidden_norm.weight.dtype
 
     @property
     def transfer_codes(self) -> mx.array:
@@ -374,8 +375,12 @@ class MlxDrafter:
         return first, mx.concatenate([mx.broadcast_to(context, (rows, start - first)), block], axis=1)
 
 
-def load_drafter(folder: Path, target: Any) -> MlxDrafter:
-    """Read a drafter folder strictly and bind it to `target`; runs in the target's dtype (bfloat16 or float32)."""
+def load_drafter(folder: Path, target: Any, *, packed: bool | None = None) -> MlxDrafter:
+    """Read a drafter folder strictly and bind it to `target`; runs in the target's dtype (bfloat16 or float32).
+
+    packed: leave quantised matrices packed in memory and in the products; None: where that pays, on a GPU. Activations keep
+    the target's dtype either way.
+    """
     ops.register()
     config = load_drafter_config(folder)
     check_pair(config, target.info, str(folder))
@@ -384,7 +389,12 @@ def load_drafter(folder: Path, target: Any) -> MlxDrafter:
     dtype = getattr(mx, target.info.dtype)
     model = DrafterModel(config)
     tensors = DraftTensors(Path(folder), config)
-    state = [(name, mx.array(tensors.read(name)).astype(dtype)) for name in expected_tensors(config)]
+    left = pack_linears(model, tensors) if (compiling_pays() if packed is None else packed) else {}
+    state = [(name, mx.array(tensors.read(name)).astype(dtype)) for name in expected_tensors(config) if name not in left]
+    for name in left:
+        stem, (words, *parts) = name.removesuffix(".weight"), tensors.packed(name)
+        state.append((name, mx.array(words)))
+        state += [(f"{stem}.{part}", mx.array(a).astype(dtype)) for part, a in zip(("scales", "biases"), parts, strict=True)]
     model.load_weights(state, strict=True)
     model.eval()
     mx.eval(model.parameters())

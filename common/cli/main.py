@@ -14,6 +14,7 @@ import typer
 
 from dspine.common.cli import calibrate as calibrate_command
 from dspine.common.cli import chat as chat_command
+from dspine.common.cli import convert as convert_command
 from dspine.common.cli import doctor as doctor_command
 from dspine.common.cli import generate as generate_command
 from dspine.common.cli import info as info_command
@@ -58,6 +59,7 @@ def build_app() -> typer.Typer:
     app.command("calibrate")(command_from(calibrate_command.CalibrateOptions, calibrate_command.calibrate_command))
     app.command("chat")(command_from(chat_command.ChatOptions, chat_command.chat))
     app.command("prepare")(_prepare)
+    app.command("convert")(convert_command.convert)
     app.command("info")(info_command.info)
     app.command("doctor")(doctor_command.doctor)
     app.command("parity")(parity_command.parity)
