@@ -175,7 +175,8 @@ class Answer:
     def _events(self, update: Update) -> dict[str, Any]:
         """What the round did, for people to see."""
         return {
-            "tokens": [{"text": self._texts.text(piece.token), "kind": piece.kind} for piece in update.pieces],
+            "tokens": [{"text": piece.text, "kind": piece.kind} for piece in update.pieces],
+            "tail": update.tail,
             "refused": [self._texts.text(token) for token in update.refused],
             "drafted": update.drafted,
             "accepted": update.accepted,
