@@ -5,24 +5,27 @@ The blocking call drains the generator; there is no second loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspine.common.decoding import DecodingParams, TokenEvent, decode, resolve_acceptance
+from dspine.common.decoding import DecodingLoop, DecodingParams, TokenEvent, resolve_acceptance
 from dspine.common.errors import DSpineError
+from dspine.common.memory import GIB, CacheOptions, device_memory, plan_memory
 from dspine.common.models import find_draft, resolve_model
 from dspine.common.protocols import Engine, Runtime
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.calibration import device_class
 from dspine.common.selection.choose import PolicyChoice, choose_policy
 from dspine.common.selection.policies import AUTO_POLICY
+from dspine.common.sessions import Progress, Session
 from dspine.common.statistics import Statistics
 from dspine.common.tokenizer import Detokenizer, encode_prompt, load_tokenizer, stop_token_ids
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+PLAN_TOKENS = 4096  # context length that memory is planned for where the caller names none
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,19 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     backend_reason: str = "asked for",
+    cache: CacheOptions | None = None,
+    plan_tokens: int = PLAN_TOKENS,
+    announce: Callable[[str], None] | None = None,
 ) -> Engine:
     """Load a target and its drafter on one runtime.
 
     model: `smollm2`, a folder, or a hub id. draft_model: `auto` (the known pair, a note where there is none), None (plain
     decoding), a folder or a hub id. A drafter that was named and does not load is an error, never a silent fallback.
+    cache: how K/V are kept. Before anything is loaded, the memory of the pair with `plan_tokens` in its caches is handed to
+    `announce` as a line, and refused with the numbers where it cannot fit.
     """
+    cache = cache or CacheOptions()
+    check_cache_options(runtime, cache)
     folder = resolve_model(model)
     notes: list[str] = []
     draft_folder = None
@@ -71,7 +81,9 @@ def load(
         draft_folder, reason = find_draft(draft_model, model)
         if draft_folder is None or reason.startswith("published"):
             notes.append(reason)
-    target = runtime.load_target(folder, device=device, dtype=dtype)
+    _check_memory(runtime, folder, draft_folder, device=device, dtype=dtype, tokens=plan_tokens, cache=cache, announce=announce)
+    options = {} if cache.plain else {"cache": cache}
+    target = runtime.load_target(folder, device=device, dtype=dtype, **options)
     drafter = runtime.load_drafter(draft_folder, target) if draft_folder is not None else None
     device = target.info.device
     return Engine(
@@ -85,6 +97,36 @@ def load(
         notes=notes,
         device_class=device_class(device.partition(":")[0], runtime.accelerator(device)),
     )
+
+
+def check_cache_options(runtime: Runtime, cache: CacheOptions) -> None:
+    """DSpineError where this runtime cannot keep K/V that way."""
+    known = getattr(runtime, "keeps_caches", ())
+    for name in ("max_kv_size", "kv_bits"):
+        if getattr(cache, name) is not None and name not in known:
+            raise DSpineError(f"{name}: the {runtime.name} runtime keeps whole K/V in full precision only; drop it, or --backend mlx")
+
+
+def _check_memory(
+    runtime: Runtime,
+    folder: Path,
+    draft_folder: Path | None,
+    *,
+    device: str,
+    dtype: str,
+    tokens: int,
+    cache: CacheOptions,
+    announce: Callable[[str], None] | None,
+) -> None:
+    """Refuse a pair that does not fit the device; runtimes that cannot tell their memory are not checked."""
+    if not hasattr(runtime, "device_memory"):
+        return
+    name = device if device != "auto" else (runtime.availability().devices or ("cpu",))[0]
+    plan = plan_memory(folder, draft_folder, tokens=tokens, dtype=dtype, widen=runtime.name == "mlx" and name == "cpu", options=cache)
+    memory = device_memory(runtime, name)
+    if announce is not None:
+        announce(f"memory: {plan.line()}; {memory.usable / GIB:.2f} GiB usable on {name} ({memory.source})")
+    plan.check(memory, f"{folder.name} on {name}")
 
 
 def stream_generate(
@@ -110,12 +152,15 @@ def stream_generate(
     request: int = 0,
     prefill_chunk: int = 512,
     break_even: float = 1.1,
+    session: Session | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[GenerationStep]:
     """Yield one step per token. Everything is checked before the first token is asked for.
 
     prompt: text (wrapped in the chat template, with `system_prompt`, unless `raw`), chat messages, or token ids.
     `draft=False` decodes this request plainly. Sampling parameters: `SamplingParams`; acceptance: `decoding`. policy: a name
     (`selection.policies`), an object, or `auto` (`selection.choose`); calibration: a file other than the drafter's own.
+    session: caches of the request before, and where those of this one go. progress: called with (prompt tokens read, all).
     """
     sampling = SamplingParams(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed
@@ -125,7 +170,8 @@ def stream_generate(
     params = DecodingParams(max_tokens, sampling, acceptance, stop_ids, request, prefill_chunk, break_even)
     drafter = engine.drafter if draft else None
     chosen = choose_policy(policy, engine, calibration=calibration, acceptance=acceptance, draft=draft)
-    events = decode(engine.target, drafter, ids, params, chosen.policy)
+    loop = DecodingLoop(engine.target, drafter, ids, params, chosen.policy)
+    events = (session or Session(None)).run(loop, progress)
     return _with_text(events, Detokenizer(engine.tokenizer))
 
 

@@ -112,7 +112,7 @@ def encode_prompt(
     elif prompt and all(isinstance(message, dict) for message in prompt):
         if raw:
             raise DSpineError("raw takes a text prompt: chat messages need the chat template")
-        ids = tokenizer.encode(_render(tokenizer, _with_system([*prompt], system_prompt)))
+        ids = tokenizer.encode(render_chat(tokenizer, _with_system([*prompt], system_prompt)))
     else:
         ids = _check_ids(tokenizer, prompt, system_prompt)
     if not ids:
@@ -125,7 +125,7 @@ def encode_prompt(
 def _encode_text(tokenizer: Tokenizer, prompt: str, system_prompt: str | None, raw: bool) -> list[int]:
     check_prompt(prompt)
     if not raw and tokenizer.has_chat_template:
-        return tokenizer.encode(_render(tokenizer, _with_system([{"role": "user", "content": prompt}], system_prompt)))
+        return tokenizer.encode(render_chat(tokenizer, _with_system([{"role": "user", "content": prompt}], system_prompt)))
     if system_prompt is not None:
         why = "raw was asked for" if raw else f"the model in {tokenizer.folder} has none"
         raise DSpineError(f"a system prompt needs the chat template, but {why}: put the text into the prompt")
@@ -151,8 +151,8 @@ def _with_system(messages: list[dict[str, Any]], system_prompt: str | None) -> l
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
-    """The text of chat messages, ending where the answer begins."""
+def render_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], *, open_end: bool = False) -> str:
+    """The text of chat messages, ending where the answer begins; with `open_end`, inside the last message."""
     from jinja2 import TemplateError
 
     if not tokenizer.has_chat_template:
@@ -163,8 +163,10 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
             raise DSpineError(f"message {position}: only text content is supported, got {kind}")
         _check_text(message["content"], f"message {position}")
     try:
-        return tokenizer.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+        return tokenizer.backend.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=not open_end, continue_final_message=open_end
+        )
+    except (TemplateError, ValueError) as error:
         raise DSpineError(f"the chat template in {tokenizer.folder} refused the prompt: {_first_line(error)}") from error
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from dspine.common.errors import DSpineError
-from dspine_mlx.kv import LayerKV
+from dspine_mlx.kv import LayerKV, export_layer, reaches, restore_layer
 
 
 @dataclass
@@ -38,7 +38,40 @@ class TargetCache:
     @property
     def nbytes(self) -> int:
         """Bytes held between rounds."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers if not layer.empty())
+
+    def reaches(self, length: int) -> bool:
+        """Whether the state after `length` tokens is still there."""
+        return not self.pending and length <= self.length and all(reaches(layer, length) for layer in self.layers)
+
+    def export(self, length: int) -> tuple[dict[str, mx.array], dict[str, int]]:
+        """(everything that the first `length` tokens left, by name; numbers that belong to it). Arrays are parts of buffers."""
+        if not self.reaches(length):
+            raise DSpineError(f"target cache: the state after {length} tokens is gone; it holds {self.length}")
+        arrays, facts = {}, {}
+        for i, layer in enumerate(self.layers):
+            rows, numbers = export_layer(layer, length)
+            arrays |= {f"kv.{i}.{name}": array for name, array in rows.items()}
+            facts |= {f"kv.{i}.{name}": number for name, number in numbers.items()}
+        return arrays, facts
+
+    def restore(self, arrays: dict[str, mx.array], facts: dict[str, int], length: int) -> None:
+        """Put what `export` gave into an empty cache: the state after `length` tokens."""
+        if self.length or self.pending or length > self.capacity:
+            raise DSpineError(f"target cache: {length} tokens for a cache of {self.capacity} that holds {self.length}")
+        for i, layer in enumerate(self.layers):
+            start = f"kv.{i}."
+            rows = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
+            restore_layer(layer, rows, {n.removeprefix(start): v for n, v in facts.items() if n.startswith(start)}, length)
+        self.length = length
+
+    def adopt(self, other: TargetCache, length: int) -> None:
+        """Take over another cache of this target, cut to `length` tokens; the other is spent."""
+        if not other.reaches(length):
+            raise DSpineError(f"target cache: the state after {length} tokens is gone; it holds {other.length}")
+        for layer in other.layers:
+            layer.trim(other.length - length)
+        self.layers, self.length, other.layers, other.length = other.layers, length, [], 0
 
 
 @dataclass
@@ -72,7 +105,28 @@ class HybridCache(TargetCache):
     def nbytes(self) -> int:
         """Bytes held between rounds: nothing in it grows with the verified length."""
         fixed = [array.nbytes for array in (self.states, self.windows) if array is not None]
-        return sum(fixed) + sum(layer.nbytes for layer in self.layers)
+        return sum(fixed) + super().nbytes
+
+    def reaches(self, length: int) -> bool:
+        """Only the newest state is there: linear attention cannot go back."""
+        return super().reaches(length) and (length == self.length or not self.gdn_ids)
+
+    def export(self, length: int) -> tuple[dict[str, mx.array], dict[str, int]]:
+        """K/V, and the states and windows of all linear layers."""
+        arrays, facts = super().export(length)
+        held = {"states": self.states, "windows": self.windows}
+        return arrays | {name: array for name, array in held.items() if array is not None}, facts
+
+    def restore(self, arrays: dict[str, mx.array], facts: dict[str, int], length: int) -> None:
+        """Put what `export` gave into an empty cache."""
+        super().restore(arrays, facts, length)
+        self.states, self.windows = arrays.get("states"), arrays.get("windows")
+
+    def adopt(self, other: TargetCache, length: int) -> None:
+        """Take over another cache, which must hold exactly `length` tokens."""
+        super().adopt(other, length)
+        assert isinstance(other, HybridCache)
+        self.states, self.windows, other.states, other.windows = other.states, other.windows, None, None
 
     def check_integrity(self) -> None:
         """Raise where the layers disagree about what they hold."""

@@ -138,3 +138,35 @@ def layer_kv(model_cache: Any, options: CacheOptions) -> LayerKV:
 def reaches(layer: LayerKV, length: int) -> bool:
     """Whether a cache can be cut back to `length` tokens without loss."""
     return layer.reaches(length) if isinstance(layer, WindowKV) else length <= layer.offset
+
+
+def export_layer(layer: LayerKV, length: int) -> tuple[dict[str, mx.array], dict[str, int]]:
+    """(the rows of the first `length` tokens by name, as parts of the buffers; numbers that belong to them)."""
+    if not reaches(layer, length):
+        raise DSpineError(f"K/V: {length} tokens asked for, {layer.offset} are held, and older rows may be gone")
+    if layer.keys is None:
+        return {}, {}
+    if isinstance(layer, QuantizedKVCache):
+        named = {f"keys.{i}": part for i, part in enumerate(layer.keys)}
+        named |= {f"values.{i}": part for i, part in enumerate(layer.values)}
+        return {name: part[:, :, :length] for name, part in named.items()}, {}
+    dropped = layer.dropped if isinstance(layer, WindowKV) else 0
+    rows = {"keys": layer.keys[:, :, : length - dropped], "values": layer.values[:, :, : length - dropped]}
+    return rows, {"dropped": dropped} if isinstance(layer, WindowKV) else {}
+
+
+def restore_layer(layer: LayerKV, arrays: dict[str, mx.array], facts: dict[str, int], length: int) -> None:
+    """Put what `export_layer` gave into an empty layer of the same kind."""
+    if layer.offset:
+        raise DSpineError(f"K/V: an empty layer expected, this one holds {layer.offset} tokens")
+    if not arrays:
+        return
+    dropped = facts.get("dropped", 0)
+    if isinstance(layer, QuantizedKVCache):
+        parts = [[arrays[f"{side}.{i}"][:, :, :length] for i in range(3)] for side in ("keys", "values")]
+        layer.keys, layer.values = tuple(parts[0]), tuple(parts[1])
+    else:
+        layer.keys, layer.values = (arrays[side][:, :, : length - dropped] for side in ("keys", "values"))
+    if isinstance(layer, WindowKV):
+        layer.dropped = dropped
+    layer.offset = length

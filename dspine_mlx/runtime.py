@@ -9,7 +9,7 @@ from typing import Any
 from dspine.common.errors import BackendError
 from dspine.common.memory import CacheOptions, DeviceMemory
 from dspine.common.parity.backends import ParityBackend
-from dspine.common.protocols import Availability
+from dspine.common.protocols import Availability, ServingSupport
 
 _INSTALL = "pip install 'dspine[mlx]'"
 
@@ -50,6 +50,30 @@ class MlxRuntime:
         from dspine_mlx.drafter import load_drafter
 
         return load_drafter(Path(folder), target)
+
+    def serving(self, target: Any, drafter: Any) -> ServingSupport:
+        """Kept prefixes for the server, where caches can be cut anywhere."""
+        from dspine_mlx.prefixes import support
+
+        return support(target, drafter)
+
+    def session_ops(self, target: Any, drafter: Any) -> Any:
+        """`protocols.PrefixOps` with moves, for conversations: any target."""
+        from dspine_mlx.prefixes import MlxPrefixes
+
+        return MlxPrefixes()
+
+    def save_prompt_cache(self, path: Path, target: Any, drafter: Any, session: Any, about: dict[str, Any]) -> int:
+        """`dspine cache-prompt`: the caches of a session as a file; returns its bytes."""
+        from dspine_mlx.prompt_cache import save_prompt_cache
+
+        return save_prompt_cache(path, target, drafter, session, about)
+
+    def load_prompt_cache(self, path: Path, target: Any, drafter: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """`--prompt-cache-file`: (tokens, target cache, drafter cache or None, about)."""
+        from dspine_mlx.prompt_cache import load_prompt_cache
+
+        return load_prompt_cache(path, target, drafter)
 
     def accelerator(self, device: str) -> str:
         """Product name of the GPU that MLX drives (`Apple M5 Max`); empty for the CPU."""

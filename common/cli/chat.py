@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from rich.console import Console
@@ -22,7 +23,9 @@ from dspine.common.cli.generate import Request, build_engine, build_request, pea
 from dspine.common.cli.options import GenerateOptions, flag
 from dspine.common.errors import DSpineError
 from dspine.common.generation import GenerationStep, stream_generate
+from dspine.common.prompt_files import CachedPrompt, read_prompt_cache
 from dspine.common.protocols import Engine
+from dspine.common.sessions import Session, Transcript, open_session
 from dspine.common.statistics import Statistics
 from dspine.common.tokenizer import check_prompt, decode_utf8
 
@@ -88,19 +91,34 @@ class Chat:
     """History and totals of one conversation. `write` takes pieces of the answer."""
 
     def __init__(
-        self, engine: Engine, request: Request, *, mark: str = "off", write: Callable[[str], Any] | None = None
+        self,
+        engine: Engine,
+        request: Request,
+        *,
+        mark: str = "off",
+        write: Callable[[str], Any] | None = None,
+        cached: CachedPrompt | None = None,
     ) -> None:
         if not engine.tokenizer.has_chat_template:
             raise DSpineError(f"{engine.model} has no chat template: dspine chat needs one; try dspine generate --raw")
         self.engine, self.mark = engine, mark
         self.write = write or sys.stdout.write
-        self.options = {**request.options, "raw": False}
-        self.messages: list[dict[str, str]] = []
+        self.options = {**request.options, "raw": False, "system_prompt": None}
         self.totals = Totals()
+        self.cached = cached
+        self._system = request.options.get("system_prompt") if cached is None else cached.system_prompt
+        self.session = Session(None)
+        self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation; the totals stay."""
-        self.messages = []
+        """Forget the conversation; the totals stay. A prompt cache is used up by the first conversation: its text stays."""
+        fresh = self.cached is not None and self.totals.answers == 0
+        self.session = self.cached.session if fresh else open_session(self.engine)  # type: ignore[union-attr]
+        self.transcript = self.cached.transcript(self.engine) if fresh else Transcript(self.engine.tokenizer)  # type: ignore[union-attr]
+        self._opening = self.cached.prompt if self.cached is not None else ""
+        self.messages: list[dict[str, str]] = []
+        if self._system is not None:
+            self.messages.append({"role": "system", "content": self._system})
 
     def answer(self, text: str, stop: Callable[[], bool] = lambda: False) -> str:
         """Send one message, write the answer as it comes, and keep both. `stop` is asked after every token.
@@ -108,23 +126,28 @@ class Chat:
         A message that the model cannot take (too long, not text) is not kept: DSpineError, and the chat goes on.
         """
         check_prompt(text)
-        messages = [*self.messages, {"role": "user", "content": text}]
-        pieces, last = [], None
+        messages = [*self.messages, {"role": "user", "content": self._opening + text}]
+        pieces: list[str] = []
+        tokens: list[int] = []
+        last = None
         with closing(self._steps(messages)) as steps:
             for step in steps:
                 self._show(step)
                 pieces.append(step.text)
+                tokens.append(step.token)
                 last = step.stats
                 if stop():
                     break
         if last is not None:
             self.totals.add(last)
         reply = "".join(pieces)
-        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        self.transcript.answered(tokens)
+        self.messages, self._opening = [*messages, {"role": "assistant", "content": reply}], ""
         return reply
 
     def _steps(self, messages: list[dict[str, str]]) -> Iterator[GenerationStep]:
-        return stream_generate(self.engine, messages, **self.options)  # type: ignore[return-value]
+        ids = self.transcript.prompt(messages)
+        return stream_generate(self.engine, ids, **self.options, session=self.session)  # type: ignore[return-value]
 
     def _show(self, step: GenerationStep) -> None:
         if not step.text:
@@ -139,12 +162,17 @@ def chat(options: Any) -> None:
     shared = {item.name: getattr(options, item.name) for item in fields(options) if item.name != "mark"}
     generate_options = GenerateOptions(prompt="chat", **shared)
     request = build_request(generate_options)
-    engine = build_engine(generate_options)
-    request = with_policy(request, engine, generate_options)
     notes = Console(stderr=True, highlight=False)
+    engine = build_engine(generate_options, announce=lambda line: notes.print(line, style="dim", markup=False))
+    request = with_policy(request, engine, generate_options)
+    cached = None
+    if options.prompt_cache_file is not None:
+        cached = read_prompt_cache(engine, Path(options.prompt_cache_file), system_prompt=options.system_prompt)
+        if cached.raw:
+            raise DSpineError(f"{options.prompt_cache_file} holds raw text: a chat needs one made without --raw")
     for note in engine.notes:
         notes.print(f"note: {note}", markup=False)
-    talk = Chat(engine, request, mark=str(options.mark))
+    talk = Chat(engine, request, mark=str(options.mark), cached=cached)
     notes.print(f"{engine.model} on {engine.runtime}; /help lists the commands", style="dim")
     run(talk, notes)
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,12 +20,15 @@ from dspine.common.cli.options import GenerateOptions
 from dspine.common.decoding import DecodingParams, resolve_acceptance
 from dspine.common.embedded import EMBEDDED_NAME, is_prepared
 from dspine.common.errors import DSpineError
-from dspine.common.generation import GenerationStep, load, stream_generate
+from dspine.common.generation import PLAN_TOKENS, GenerationStep, load, stream_generate
+from dspine.common.memory import CacheOptions
+from dspine.common.prompt_files import read_prompt_cache
 from dspine.common.protocols import Engine
 from dspine.common.runtimes import AUTO, choose_runtime
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.choose import choose_policy
 from dspine.common.selection.policies import AUTO_POLICY, StaticPolicy, check_policy_name
+from dspine.common.sessions import Progress
 from dspine.common.statistics import Statistics
 from dspine.common.tokenizer import check_prompt, decode_utf8
 
@@ -36,7 +40,7 @@ class Request:
     """A checked request: what goes to `stream_generate`, and the objects it was checked with. The policy is a name until
     `with_policy` has seen the loaded pair."""
 
-    prompt: str
+    prompt: str | list[int]
     options: dict[str, Any]
     sampling: SamplingParams
     policy: Any
@@ -56,9 +60,13 @@ class Run:
 def generate(options: GenerateOptions) -> None:
     """Generate text from a prompt, with speculative decoding where a drafter is known."""
     request = build_request(options)
-    engine = build_engine(options)
-    request = with_policy(request, engine, options)
     notes = Console(stderr=True, highlight=False)
+    planned = max(PLAN_TOKENS, len(request.prompt) // 2)
+    engine = build_engine(
+        options, plan_tokens=planned, announce=lambda line: notes.print(line, style="dim", markup=False)
+    )
+    request = with_policy(request, engine, options)
+    request = from_prompt_cache(request, engine, options)
     for note in engine.notes:
         notes.print(f"note: {note}", markup=False)
     stream = sys.stderr if options.json else sys.stdout
@@ -87,7 +95,8 @@ def build_request(options: GenerateOptions) -> Request:
         frequency_penalty=options.frequency_penalty,
         seed=options.seed,
     )
-    DecodingParams(max_tokens=options.max_tokens, sampling=sampling)
+    DecodingParams(max_tokens=options.max_tokens, sampling=sampling, prefill_chunk=options.prefill_step_size)
+    cache_options(options)
     policy = _policy(options)
     reads = check_policy_name(policy)
     if options.acceptance != AUTO:
@@ -96,8 +105,9 @@ def build_request(options: GenerateOptions) -> Request:
         raise DSpineError("--compare needs a drafter to compare with plain decoding, and --no-draft takes it away: drop one")
     names = ("max_tokens", "top_p", "top_k", "min_p", "seed", "system_prompt", "raw", "ignore_eos")
     passed = {name: getattr(options, name) for name in (*names, *_PENALTIES)}
-    passed |= {"temperature": options.temp, "acceptance": str(options.acceptance)}
-    prompt = _read_prompt(options.prompt)
+    passed |= {"temperature": options.temp, "acceptance": str(options.acceptance), "prefill_chunk": options.prefill_step_size}
+    passed["progress"] = prompt_progress(options.prefill_step_size)
+    prompt = read_prompt(options.prompt)
     check_prompt(prompt)
     return Request(prompt, passed, sampling, policy)
 
@@ -121,6 +131,32 @@ def with_policy(request: Request, engine: Engine, options: GenerateOptions) -> R
     return replace(request, options=passed, policy=chosen.policy, policy_reason=chosen.reason)
 
 
+def from_prompt_cache(request: Request, engine: Engine, options: GenerateOptions) -> Request:
+    """The request going on from `--prompt-cache-file`, where one was named."""
+    if options.prompt_cache_file is None:
+        return request
+    if options.compare:
+        raise DSpineError("--compare reads the prompt twice, and a prompt cache is used up by the first: drop one")
+    file = Path(options.prompt_cache_file)
+    cached = read_prompt_cache(engine, file, system_prompt=options.system_prompt, raw=options.raw)
+    ids = cached.continued(engine, request.prompt)  # type: ignore[arg-type]
+    passed = {**request.options, "system_prompt": None, "raw": False, "session": cached.session}
+    return replace(request, prompt=ids, options=passed)
+
+
+def prompt_progress(chunk: int) -> Progress | None:
+    """Shows on a terminal how far a prompt of several chunks has been read."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        if total > chunk:
+            sys.stderr.write("\r\x1b[K" if done == total else f"\r\x1b[Kreading the prompt: {done} of {total} tokens")
+            sys.stderr.flush()
+
+    return show
+
+
 def _policy(options: GenerateOptions) -> Any:
     if options.block_size is None:
         return options.policy
@@ -133,12 +169,20 @@ def _policy(options: GenerateOptions) -> Any:
     return StaticPolicy(options.block_size)
 
 
-def _read_prompt(prompt: str) -> str:
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or standard input for `-`."""
     return decode_utf8(sys.stdin.buffer.read(), "the prompt on standard input") if prompt == "-" else prompt
 
 
-def build_engine(options: GenerateOptions) -> Engine:
-    """Choose the runtime and load the pair. Raises DSpineError."""
+def cache_options(options: GenerateOptions) -> CacheOptions:
+    """How K/V are to be kept. Raises DSpineError."""
+    return CacheOptions(options.max_kv_size, options.kv_bits, options.kv_group_size)
+
+
+def build_engine(
+    options: GenerateOptions, *, plan_tokens: int = PLAN_TOKENS, announce: Callable[[str], None] | None = None
+) -> Engine:
+    """Choose the runtime and load the pair. Memory is planned for `plan_tokens` and the answer. Raises DSpineError."""
     runtime, reason = choose_runtime(options.backend)
     with preparing(options.model):
         engine = load(
@@ -148,6 +192,9 @@ def build_engine(options: GenerateOptions) -> Engine:
             device=options.device,
             dtype=str(options.dtype),
             backend_reason=reason,
+            cache=cache_options(options),
+            plan_tokens=options.max_tokens + plan_tokens,
+            announce=announce,
         )
     if options.compare and engine.drafter is None:
         raise DSpineError(f"--compare needs a drafter, and none is known for {options.model!r}: name one with --draft-model")
@@ -233,7 +280,7 @@ def summary_table(report: dict[str, Any], stats: Statistics) -> Table:
         ("model", f"{report['model']}  ({report['dtype']} on {report['device']}, {report['adapter']})"),
         ("backend", f"{report['backend']}  ({report['backend_reason']})"),
         ("drafter", _drafter_line(report)),
-        ("tokens", f"{stats.generated_tokens} after a prompt of {stats.prompt_tokens}, {stats.rounds} rounds"),
+        ("tokens", f"{stats.generated_tokens} after a prompt of {_prompt(stats)}, {stats.rounds} rounds"),
         ("speed", f"{stats.tokens_per_second:.1f} tokens/s after the prompt ({stats.prefill_seconds:.2f} s)"),
     ]
     if report["policy"] is not None:
@@ -251,6 +298,10 @@ def summary_table(report: dict[str, Any], stats: Statistics) -> Table:
     for label, text in rows:
         table.add_row(f"[dim]{label}[/dim]", escape(text))
     return table
+
+
+def _prompt(stats: Statistics) -> str:
+    return f"{stats.prompt_tokens} ({stats.cached_tokens} cached)" if stats.cached_tokens else str(stats.prompt_tokens)
 
 
 def _drafter_line(report: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dspine.common.cli import cache_prompt as cache_prompt_command
 from dspine.common.cli import calibrate as calibrate_command
 from dspine.common.cli import chat as chat_command
 from dspine.common.cli import convert as convert_command
@@ -58,6 +59,7 @@ def build_app() -> typer.Typer:
     app.command("generate")(command_from(GenerateOptions, generate_command.generate))
     app.command("calibrate")(command_from(calibrate_command.CalibrateOptions, calibrate_command.calibrate_command))
     app.command("chat")(command_from(chat_command.ChatOptions, chat_command.chat))
+    app.command("cache-prompt")(command_from(cache_prompt_command.CachePromptOptions, cache_prompt_command.cache_prompt))
     app.command("prepare")(_prepare)
     app.command("convert")(convert_command.convert)
     app.command("info")(info_command.info)

@@ -13,6 +13,7 @@ import typer
 from dspine.common.acceptance import RULES
 from dspine.common.decoding import DecodingParams
 from dspine.common.embedded import EMBEDDED_NAME
+from dspine.common.memory import CacheOptions
 from dspine.common.models import AUTO_DRAFT
 from dspine.common.runtimes import AUTO
 from dspine.common.sampling import SamplingParams
@@ -24,6 +25,7 @@ Acceptance = StrEnum("Acceptance", [(rule, rule) for rule in (AUTO, *RULES)])
 DType = StrEnum("DType", [(name, name) for name in (AUTO, "bfloat16", "float32")])
 
 _MODEL, _SAMPLE, _SPECULATE, _OUTPUT = "Model", "Sampling", "Speculation", "Output"
+_CACHE, _PLAIN = "Caches", CacheOptions()
 
 
 def flag(help_text: str, panel: str, *names: str) -> Any:
@@ -43,6 +45,14 @@ class GenerateOptions:
     backend: Annotated[str, flag("`auto`, `mlx` or `torch`.", _MODEL)] = AUTO
     device: Annotated[str, flag("`auto`, or a device of the backend: cpu, cuda, metal.", _MODEL)] = AUTO
     dtype: Annotated[DType, flag("Number format of weights and activations.", _MODEL)] = DType[AUTO]
+
+    max_kv_size: Annotated[int | None, flag("Keep K/V of the first 4 and the newest tokens, so many in all.", _CACHE)] = None
+    kv_bits: Annotated[int | None, flag("Keep K/V at 4 or 8 bits.", _CACHE)] = None
+    kv_group_size: Annotated[int, flag("Numbers that share a scale in K/V of few bits.", _CACHE)] = _PLAIN.kv_group_size
+    prefill_step_size: Annotated[int, flag("Prompt tokens to read at a time.", _CACHE)] = _DECODING.prefill_chunk
+    prompt_cache_file: Annotated[
+        str | None, flag("Go on from a prompt that `dspine cache-prompt` has read.", _CACHE, "--prompt-cache-file")
+    ] = None
 
     max_tokens: Annotated[int, flag("Tokens to generate at most.", _SAMPLE, "--max-tokens", "-m")] = _DECODING.max_tokens
     ignore_eos: Annotated[bool, flag("Do not stop at the model's stop tokens.", _SAMPLE, "--ignore-eos")] = False

@@ -347,9 +347,13 @@ def test_proposing_needs_no_context(tmp_path):
 def test_cache_overflow_is_an_error(tmp_path):
     drafter = load_case("dflash", tmp_path)
     cache = drafter.make_cache(10)
-    assert cache.nbytes == 3 * 2 * 2 * (10 + 6) * 16 * 4
+    row = 3 * 2 * 2 * 16 * 4
+    assert cache.nbytes == 6 * row
     drafter.commit(cache, mx.zeros((1, 0, 128)))
     assert cache.length == 0
+    drafter.commit(cache, mx.zeros((1, 1, 128)))
+    assert cache.nbytes == (10 + 6) * row
+    cache.length = 0
     with pytest.raises(DSpineError, match="draft cache holds 11 tokens, its capacity is 10"):
         drafter.commit(cache, mx.zeros((1, 11, 128)))
 

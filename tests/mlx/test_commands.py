@@ -1,0 +1,134 @@
+"""`generate`, `chat`, `cache-prompt` and `doctor` with `--backend mlx`, on folders."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dspine.common import memory
+from dspine.common.cli import main as cli
+from tests.mlx.toys import VOCAB, drafter_folder, save_model, toy_model
+
+TEMPLATE = "{% for m in messages %}{{ ' w90 ' + m.content }}{% endfor %}{% if add_generation_prompt %} w91 {% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target of one word a token, and its drafter."""
+    base = tmp_path_factory.mktemp("commands")
+    model, config = toy_model("qwen3", seed=1, head_dim=64)
+    target = save_model(base / "target", model, config)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w0")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(target)
+    return target, drafter_folder(base / "drafter", "dspine", 5, np.array(model.lm_head.weight))
+
+
+@pytest.fixture
+def dspine(folders, monkeypatch, capsys):
+    def run(command, *arguments, lines=()):
+        pair = ["--model", folders[0], "--draft-model", folders[1], "--backend", "mlx"]
+        monkeypatch.setattr(sys, "argv", ["dspine", command, *map(str, [*pair, *arguments])])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in lines).encode())))
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        captured = capsys.readouterr()
+        return SimpleNamespace(code=code, out=captured.out, err=captured.err)
+
+    return run
+
+
+def report(run):
+    assert run.code == 0, run.err
+    return json.loads(run.out.splitlines()[-1])
+
+
+LENGTH = ("--max-tokens", "12", "--ignore-eos")
+
+
+@pytest.mark.parametrize("raw", [("--raw",), ()])
+def test_a_cached_prompt_goes_on(dspine, tmp_path, raw):
+    file = tmp_path / "prompt.safetensors"
+    made = report(dspine("cache-prompt", *raw, "--json", "--prompt", "w5 w6 w7 w8", "--prompt-cache-file", file))
+    assert made["tokens"] == (4 if raw else 5) and made["bytes"] == file.stat().st_size
+    whole = report(dspine("generate", *raw, *LENGTH, "--json", "--prompt", "w5 w6 w7 w8 w9 w10"))
+    for _ in range(2):
+        rest = report(dspine("generate", *raw, *LENGTH, "--json", "--prompt", " w9 w10", "--prompt-cache-file", file))
+        assert rest["token_ids"] == whole["token_ids"] and rest["cached_tokens"] == made["tokens"]
+        assert whole["cached_tokens"] == 0 and rest["prompt_tokens"] == whole["prompt_tokens"]
+
+
+def test_a_chat_goes_on_from_its_caches_and_from_a_file(dspine, tmp_path):
+    file = tmp_path / "prompt.safetensors"
+    assert dspine("cache-prompt", "--prompt", "w5 w6 w7 w8", "--prompt-cache-file", file).code == 0
+    plain = dspine("chat", *LENGTH, lines=["w5 w6 w7 w8 w9", "w20", "/stats"])
+    cached = dspine("chat", *LENGTH, "--prompt-cache-file", file, lines=[" w9", "w20", "/stats"])
+    assert plain.code == cached.code == 0 and len(plain.out.split()) == 24
+    assert cached.out == plain.out
+    kept = [int(re.search(r"(\d+) of them kept", run.err)[1]) for run in (plain, cached)]
+    assert kept[0] > 0 and kept[1] == kept[0] + 5, kept
+
+
+def test_flags_that_do_not_go_together(dspine, tmp_path):
+    file = tmp_path / "raw.safetensors"
+    assert dspine("cache-prompt", "--raw", "--prompt", "w5 w6", "--prompt-cache-file", file).code == 0
+    with_file = ("--prompt", "w9", "--prompt-cache-file", file)
+    cases = [
+        (("chat", "--prompt-cache-file", file), "holds raw text"),
+        (("generate", *with_file, "--compare"), "--compare reads the prompt twice"),
+        (("generate", *with_file, "--kv-bits", "8"), "was made for another model: kv_bits None there, 8 here"),
+        (("generate", *with_file, "--system-prompt", "x"), "another system prompt"),
+        (("generate", "--prompt", "w9", "--prompt-cache-file", tmp_path / "no"), "does not exist"),
+        (("generate", "--prompt", "w9", "--kv-bits", "5"), "kv_bits must be 4 or 8, got 5"),
+        (
+            ("generate", "--prompt", "w9", "--kv-bits", "8", "--kv-group-size", "128"),
+            "multiple of kv_group_size 128, they have 64",
+        ),
+        (("generate", "--prompt", "w9", "--max-kv-size", "3"), "at least 8 tokens, got 3"),
+        (("cache-prompt", "--prompt", "w9", "--prompt-cache-file", tmp_path / "none" / "x"), "does not exist: make it first"),
+        (("generate", "--prompt", "w9", "--prefill-step-size", "0"), "prefill_chunk must be at least 1, got 0"),
+    ]
+    for arguments, message in cases:
+        run = dspine(*arguments)
+        assert run.code == 2 and message in run.err.splitlines()[-1] and "Traceback" not in run.err, (arguments, run.err)
+    chat = tmp_path / "chat.safetensors"
+    assert dspine("cache-prompt", "--prompt", "w5 w6", "--prompt-cache-file", chat).code == 0
+    run = dspine("generate", "--prompt", "w9", "--prompt-cache-file", chat, "--raw")
+    assert run.code == 2 and "holds a chat prompt" in run.err
+
+
+def test_quantised_and_limited_caches_run(dspine):
+    eight = report(dspine("generate", *LENGTH, "--json", "--prompt", "w5 w6 w7", "--kv-bits", "8"))
+    assert len(eight["token_ids"]) == 12
+    limited = ("--prompt", " ".join(f"w{i}" for i in range(3, 40)), "--max-kv-size", "16", "--prefill-step-size", "8")
+    assert len(report(dspine("generate", *LENGTH, "--json", *limited))["token_ids"]) == 12
+
+
+def test_the_plan_comes_before_loading_and_can_refuse(dspine, monkeypatch):
+    run = dspine("generate", *LENGTH, "--prompt", "w5")
+    assert run.code == 0 and "memory: weights" in run.err.splitlines()[0]
+    monkeypatch.setattr(memory, "host_memory", lambda: memory.DeviceMemory(1000, 1000, "a toy machine"))
+    run = dspine("generate", *LENGTH, "--prompt", "w5")
+    flat = " ".join(run.err.split())
+    assert run.code == 2 and "does not fit: weights" in flat and "0.00 GiB are usable (a toy machine)" in flat
+
+
+def test_doctor_on_this_pair(dspine):
+    run = dspine("doctor", "--json")
+    found = json.loads(run.out)
+    assert run.code == 0 and found["pair"]["matches"] and found["pair"]["fits"], found["problems"]
+    rows = {row["operation"]: row for row in found["kernels"]}
+    assert rows["gdn_verify"]["mlx-ops"] in ("fallback", "native") and "metal" in found["kernel_notes"]

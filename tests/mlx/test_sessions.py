@@ -1,0 +1,252 @@
+"""Caches between requests: conversations, prompt cache files; every kind of cache, dense and hybrid."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dspine.common.decoding import DecodingLoop, DecodingParams
+from dspine.common.errors import CheckpointError, DSpineError
+from dspine.common.memory import CacheOptions
+from dspine.common.selection.policies import StaticPolicy
+from dspine.common.sessions import Session
+from dspine_mlx import kv
+from dspine_mlx.drafter import load_drafter
+from dspine_mlx.prefixes import MlxPrefixes, support
+from dspine_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+from tests.mlx.hybrids import hybrid_target
+from tests.mlx.toys import VOCAB, drafter_folder, toy_target
+
+KINDS = {
+    "dense": lambda: toy_target("qwen3"),
+    "8 bits": lambda: with_options(toy_target("qwen3", head_dim=64), kv_bits=8),
+    "limited": lambda: with_options(toy_target("qwen3"), max_kv_size=24),
+    "sliding": lambda: toy_target("llama", layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=9),
+    "hybrid": lambda: hybrid_target("qwen3_5_moe"),
+}
+
+
+def with_options(target, **options):
+    target.use_cache_options(CacheOptions(**options))
+    return target
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """(target, drafter) by kind, made when first asked for."""
+    made = {}
+
+    def pair(kind):
+        if kind not in made:
+            target = KINDS[kind]()
+            folder = tmp_path_factory.mktemp("drafter")
+            made[kind] = target, load_drafter(drafter_folder(folder / "d", "dspine", 5, target.head_weight()), target)
+        return made[kind]
+
+    return pair
+
+
+@pytest.fixture(autouse=True)
+def small_slack(monkeypatch):
+    monkeypatch.setattr(kv, "SLACK", 6)
+
+
+def ask(pair, session, prompt, count=10, stop_after=None, **options):
+    """One request: (loop, tokens)."""
+    params = DecodingParams(max_tokens=count, break_even=0.0, prefill_chunk=7, **options)
+    loop = DecodingLoop(*pair, prompt, params, StaticPolicy())
+    events = session.run(loop)
+    tokens = []
+    for event in events:
+        tokens.append(event.token)
+        if len(tokens) == stop_after:
+            break
+    events.close()
+    return loop, tokens
+
+
+def cold(pair, prompt, count=10):
+    return ask(pair, Session(None), prompt, count)
+
+
+def words(seed, count):
+    return np.random.default_rng(seed).integers(3, VOCAB - 2, count).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_go_on_from_their_caches(kind, pairs):
+    """R4, R11: text, drafts and rounds of a cold run; everything but the new message comes from the caches."""
+    pair = pairs(kind)
+    session, text = Session(MlxPrefixes()), []
+    for turn in range(4):
+        text += words(turn, 5)
+        loop, tokens = ask(pair, session, text)
+        again, expected = cold(pair, text)
+        assert tokens == expected and loop.stats.rounds == again.stats.rounds
+        assert loop.stats.accepted_tokens == again.stats.accepted_tokens
+        assert loop.stats.cached_tokens == (0 if turn == 0 else len(text) - 5 - 1)
+        text += tokens
+    assert len(session.tokens) == len(text) - 1
+
+
+def test_m2_thirty_turns_hold_what_the_formula_says(tmp_path):
+    """After every turn: K/V of the tokens with at most 256 rows of room, and nothing else is kept anywhere."""
+    target = toy_target("qwen3", head_dim=64)
+    drafter = load_drafter(drafter_folder(tmp_path / "d", "dspine", 5, target.head_weight()), target)
+    pair, session, text, config = (target, drafter), Session(MlxPrefixes()), [], drafter.config
+    ask(pair, Session(None), words(99, 40))  # tables and weights that are made when first used
+    gc.collect()
+    base = mx.get_active_memory()
+    for turn in range(30):
+        text += words(turn, 6)
+        text += ask(pair, session, text, 4)[1]
+        mx.eval(session.cache.export(len(session.tokens))[0], session.draft_cache._keys, session.draft_cache._values)
+        gc.collect()
+        size = len(session.tokens)
+        row, draft_row = 4 * 2 * 2 * 64 * 4, config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
+        held = session.nbytes
+        assert size * (row + draft_row) <= held <= (size + 256 + 10) * row + (size + 256 + 2 * 5) * draft_row
+        assert held == session.cache.nbytes + session.draft_cache.nbytes
+        assert abs(mx.get_active_memory() - base - held) <= 0.02 * held, (turn, mx.get_active_memory() - base, held)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_continuation_is_a_cold_run(kind, pairs):
+    """The new prompt leaves the old text in its middle: cut where caches can be cut, read anew where not."""
+    pair, session = pairs(kind), Session(MlxPrefixes())
+    first = words(1, 30)
+    ask(pair, session, first, 12)
+    other = first[:20] + words(2, 9)
+    loop, tokens = ask(pair, session, other)
+    assert tokens == cold(pair, other)[1]
+    assert loop.stats.cached_tokens == (20 if kind in ("dense", "8 bits") else 0)
+    assert ask(pair, session, words(3, 12))[1] == cold(pair, words(3, 12))[1]
+
+
+def test_a_stopped_answer_keeps_what_was_committed(pairs):
+    """R11: stopped inside a round's tokens; the stored length is what was really consumed."""
+    for kind in ("dense", "hybrid"):
+        pair, session = pairs(kind), Session(MlxPrefixes())
+        text = words(4, 9)
+        loop, shown = ask(pair, session, text, 20, stop_after=4)
+        assert len(session.tokens) == loop.committed == session.cache.length == session.draft_cache.length
+        text = text + shown + words(5, 4)
+        loop, tokens = ask(pair, session, text)
+        assert tokens == cold(pair, text)[1]
+
+
+def test_a_broken_step_leaves_nothing(pairs, monkeypatch):
+    pair, session = pairs("dense"), Session(MlxPrefixes())
+    text = words(6, 9)
+    ask(pair, session, text)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair[0], "commit", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ask(pair, session, text + words(7, 3))
+    assert session.cache is None and len(session.tokens) == 0
+    assert ask(pair, session, text)[1] == cold(pair, text)[1]
+
+
+def test_drafts_off_and_on_again(pairs):
+    """A turn without drafts leaves no drafter context: the next one with drafts reads anew (R4)."""
+    target, drafter = pairs("dense")
+    session, text = Session(MlxPrefixes()), words(8, 9)
+    text += ask((target, None), session, text)[1]
+    plain, _ = ask((target, None), session, text + [5])
+    assert plain.stats.cached_tokens == len(text) - 1
+    loop, tokens = ask((target, drafter), session, text + [5, 6])
+    assert loop.stats.cached_tokens == 0 and tokens == cold((target, drafter), text + [5, 6])[1]
+
+
+def test_prefixes_for_the_server(pairs):
+    pair = target, drafter = pairs("dense")
+    ops = support(target, drafter).prefixes
+    loop, _ = ask(pair, Session(None), words(9, 30))
+    saved = ops.save(loop.cache, loop.draft_cache, 25)
+    arrays = [*saved.target.values(), *saved.draft.values()]
+    assert sum(x.nbytes for x in arrays) == ops.nbytes(loop.cache, loop.draft_cache, 25)
+    fresh = DecodingLoop(*pair, words(9, 30), DecodingParams(max_tokens=10, break_even=0.0), StaticPolicy())
+    ops.load(saved, fresh.cache, fresh.draft_cache, 21)
+    fresh.reuse(21)
+    assert [event.token for event in fresh.run()] == cold(pair, words(9, 30))[1]
+    assert support(*pairs("hybrid")).prefixes is None and "linear attention" in support(*pairs("hybrid")).reason
+    assert support(*pairs("limited")).prefixes is None
+
+
+# -- files -------------------------------------------------------------------------------------------------------------------
+
+
+def saved_file(pair, path, prompt):
+    session = Session(MlxPrefixes())
+    ask(pair, session, prompt, 1)
+    save_prompt_cache(path, *pair, session, {"text": "x", "raw": True})
+    return session
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_exact(kind, pairs, tmp_path):
+    """Saved and loaded bit for bit; what follows is what follows a cold run of the whole text."""
+    pair, path, prompt = pairs(kind), tmp_path / "prompt", words(10, 33)
+    session = saved_file(pair, path, prompt)
+    for _ in range(2):  # a file is not used up
+        tokens, cache, draft_cache, about = load_prompt_cache(path, *pair)
+        assert tokens.tolist() == prompt and about == {"text": "x", "raw": True}
+        for ours, theirs in (
+            (cache.export(33)[0], session.cache.export(33)[0]),
+            (draft_cache.export(33), session.draft_cache.export(33)),
+        ):
+            assert ours.keys() == theirs.keys() and ours
+            assert all(np.array(mx.array_equal(ours[name], theirs[name])) for name in ours)
+        again = Session(MlxPrefixes())
+        again.tokens, again.cache, again.draft_cache = tokens, cache, draft_cache
+        loop, got = ask(pair, again, prompt + words(11, 4), 12)
+        assert loop.stats.cached_tokens == 33 and got == cold(pair, prompt + words(11, 4), 12)[1]
+    assert [p.name for p in tmp_path.iterdir()] == ["prompt"], "nothing is left beside the file"
+
+
+def test_files_of_something_else_are_refused(pairs, tmp_path):
+    pair = target, drafter = pairs("dense")
+    path = tmp_path / "prompt"
+    saved_file(pair, path, words(12, 9))
+    other = toy_target("qwen3", seed=5)
+    for wrong, message in (
+        (other, "another model: other weights"),
+        (toy_target("llama"), "model type qwen3 there, llama here"),
+        (with_options(toy_target("qwen3"), max_kv_size=24), "max_kv_size None there, 24 here"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_prompt_cache(path, wrong, None)
+    folder = drafter_folder(tmp_path / "d", "dspine", 5, target.head_weight(), seed=9)
+    with pytest.raises(CheckpointError, match="another drafter: other weights"):
+        load_prompt_cache(path, target, load_drafter(folder, target))
+    assert load_prompt_cache(path, target, None)[2] is None
+    plain = tmp_path / "plain"
+    saved_file((target, None), plain, words(12, 9))
+    with pytest.raises(CheckpointError, match="made without a drafter"):
+        load_prompt_cache(plain, *pair)
+
+
+def test_files_that_are_none(pairs, tmp_path):
+    pair = pairs("dense")
+    with pytest.raises(DSpineError, match="does not exist"):
+        load_prompt_cache(tmp_path / "absent", *pair)
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(CheckpointError, match="is no prompt cache"):
+        load_prompt_cache(tmp_path / "text", *pair)
+    mx.save_safetensors(str(tmp_path / "other.safetensors"), {"0.0": mx.zeros(3)}, {"0": "KVCache"})
+    with pytest.raises(CheckpointError, match="mlx_lm's own files are another format"):
+        load_prompt_cache(tmp_path / "other.safetensors", *pair)
+    whole = tmp_path / "whole"
+    saved_file(pair, whole, words(13, 9))
+    arrays, described = mx.load(str(whole), format="safetensors", return_metadata=True)
+    mx.save_safetensors(
+        str(tmp_path / "cut.safetensors"), {k: v for k, v in arrays.items() if k != "target.kv.1.values"}, described
+    )
+    with pytest.raises(CheckpointError, match="values' is missing"):
+        load_prompt_cache(tmp_path / "cut.safetensors", *pair)
+    (tmp_path / "half").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="is no prompt cache"):
+        load_prompt_cache(tmp_path / "half", *pair)
