@@ -106,16 +106,6 @@ def calibrate(
         test = capture(engine, test_ids, settings.max_tokens, lambda done, of: progress("test", done, of))
         test_survival = survival_of(test, acceptance)
         figures["test"] = _figures(test, test_survival, cost, rate)
-    provenance = {
-        "prompts": prompts_hash(prompts),
-        "prompt_count": len(ids),
-        "prompts_too_long": skipped,
-        "rounds": len(captured.rounds),
-        "rounds_left_out": captured.left_out,
-        "settings": vars(settings).copy(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions or {},
-    }
     made = Calibration(
         identity=identity,
         acceptance=acceptance,
@@ -123,9 +113,24 @@ def calibrate(
         routing=routing,
         rate=rate,
         figures=figures,
-        provenance=provenance,
+        provenance=_provenance(prompts, skipped, captured, settings, versions),
     )
     return CalibrationRun(made, captured, survival, seconds, test, test_survival, stage)
+
+
+def _provenance(
+    prompts: Sequence[PromptRow], skipped: int, captured: Capture, settings: CalibrateSettings, versions: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "prompts": prompts_hash(prompts),
+        "prompt_count": len(prompts) - skipped,
+        "prompts_too_long": skipped,
+        "rounds": len(captured.rounds),
+        "rounds_left_out": captured.left_out,
+        "settings": vars(settings).copy(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions or {},
+    }
 
 
 def survival_of(captured: Capture, acceptance: AcceptanceModel) -> np.ndarray:
