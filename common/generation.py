@@ -104,7 +104,9 @@ def check_cache_options(runtime: Runtime, cache: CacheOptions) -> None:
     known = getattr(runtime, "keeps_caches", ())
     for name in ("max_kv_size", "kv_bits"):
         if getattr(cache, name) is not None and name not in known:
-            raise DSpineError(f"{name}: the {runtime.name} runtime keeps whole K/V in full precision only; drop it, or --backend mlx")
+            raise DSpineError(
+                f"{name}: the {runtime.name} runtime keeps whole K/V in full precision only; drop it, or --backend mlx"
+            )
 
 
 def _check_memory(
@@ -122,7 +124,9 @@ def _check_memory(
     if not hasattr(runtime, "device_memory"):
         return
     name = device if device != "auto" else (runtime.availability().devices or ("cpu",))[0]
-    plan = plan_memory(folder, draft_folder, tokens=tokens, dtype=dtype, widen=runtime.name == "mlx" and name == "cpu", options=cache)
+    plan = plan_memory(
+        folder, draft_folder, tokens=tokens, dtype=dtype, widen=runtime.name == "mlx" and name == "cpu", options=cache
+    )
     memory = device_memory(runtime, name)
     if announce is not None:
         announce(f"memory: {plan.line()}; {memory.usable / GIB:.2f} GiB usable on {name} ({memory.source})")

@@ -62,9 +62,7 @@ def generate(options: GenerateOptions) -> None:
     request = build_request(options)
     notes = Console(stderr=True, highlight=False)
     planned = max(PLAN_TOKENS, len(request.prompt) // 2)
-    engine = build_engine(
-        options, plan_tokens=planned, announce=lambda line: notes.print(line, style="dim", markup=False)
-    )
+    engine = build_engine(options, plan_tokens=planned, announce=lambda line: notes.print(line, style="dim", markup=False))
     request = with_policy(request, engine, options)
     request = from_prompt_cache(request, engine, options)
     for note in engine.notes:
