@@ -12,22 +12,38 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from dspine_cuda.targets.layers import make_linear, make_norm, rotate_
+from dspine_cuda.targets.layers import can_pack, make_linear, make_norm, rotate_
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-def _stacked(linears: list[Any]) -> Any:
-    """One product for several `nn.Linear`s of the same input."""
+def _stacked(linears: list[Any], share: bool = False) -> Any:
+    """One product for several `nn.Linear`s of the same input. share: keep one copy of the weights, see `_share`."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
-    return make_linear(weight, bias)
+    product = make_linear(weight, bias)
+    if share:
+        _share(linears, weight)
+    return product
 
 
-def _single(linear: Any) -> Any:
-    return make_linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+def _single(linear: Any, share: bool = False) -> Any:
+    product = make_linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+    if share:
+        _share([linear], linear.weight.detach())
+    return product
+
+
+def _share(linears: list[Any], weight: Tensor) -> None:
+    """The modules' weights become views of the stacked one; where the product keeps a reordered copy (CPU, bfloat16), they
+    become empty: the module then has its dtype and device, and runs only through the products."""
+    packed, start = can_pack(weight.dtype, weight.device), 0
+    for linear in linears:
+        stop = start + linear.weight.shape[0]
+        linear.weight = nn.Parameter(weight.new_empty(0) if packed else weight[start:stop], requires_grad=False)
+        start = stop
 
 
 def _norm(norm: Any) -> Any:
@@ -44,12 +60,12 @@ def signed_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 class LeanLayer:
     """One drafter layer over block rows [B, R, H]."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, share: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.heads, self.kv_heads, self.head_dim = attention.heads, attention.kv_heads, attention.head_dim
-        self.qkv = _stacked([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output, self.down = _single(attention.o_proj), _single(mlp.down_proj)
-        self.gate_up = _stacked([mlp.gate_proj, mlp.up_proj])
+        self.qkv = _stacked([attention.q_proj, attention.k_proj, attention.v_proj], share)
+        self.output, self.down = _single(attention.o_proj, share), _single(mlp.down_proj, share)
+        self.gate_up = _stacked([mlp.gate_proj, mlp.up_proj], share)
         self.input_norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
         rows = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])
@@ -115,14 +131,15 @@ class LeanInjection:
 class LeanDraft:
     """Everything of a `DrafterModel` that a round runs, built once from its weights."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, share: bool = False) -> None:
+        """share: this is the model's only user, so its large weights need not lie in memory twice."""
         layers = list(model.layers)
-        self.layers = [LeanLayer(layer) for layer in layers]
+        self.context_kv = _stacked([linear for layer in layers for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj)])
+        self.layers = [LeanLayer(layer, share) for layer in layers]
         self.kv_heads, self.head_dim = self.layers[0].kv_heads, self.layers[0].head_dim
         self.injection = LeanInjection(model.injection) if model.injection is not None else None
         self.norm = _norm(model.norm)
-        self.fc, self.hidden_norm = _single(model.fc), _norm(model.hidden_norm)
-        self.context_kv = _stacked([linear for layer in layers for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj)])
+        self.fc, self.hidden_norm = _single(model.fc, share), _norm(model.hidden_norm)
         keys = torch.stack([layer.self_attn.k_norm.weight.detach() for layer in layers])[:, None].expand(-1, self.kv_heads, -1)
         self.key_norm = make_norm(keys, layers[0].self_attn.k_norm.eps)
 

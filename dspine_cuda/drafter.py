@@ -225,10 +225,11 @@ class DrafterModel(nn.Module):
 class TorchDrafter:
     """`protocols.Drafter` on torch: a `DrafterModel` bound to a target's embedding and LM head."""
 
-    def __init__(self, model: DrafterModel, target: Any, info: dict[str, Any]) -> None:
+    def __init__(self, model: DrafterModel, target: Any, info: dict[str, Any], *, share: bool = False) -> None:
+        """share: the model's large weights may become views, or empty, see `LeanDraft`."""
         self.model, self.target, self.info = model.eval(), target, info
         self.config = model.config
-        self.lean = LeanDraft(model)
+        self.lean = LeanDraft(model, share=share)
         self._tables: tuple[Tensor, Tensor] | None = None
         self.rules = self.config.mask_rules()
         self.parts = draft_parts(model, target)
@@ -342,12 +343,14 @@ def load_drafter(folder: Path, target: Any) -> TorchDrafter:
     tensors = DraftTensors(Path(folder), config)
     state = {name: torch.from_numpy(tensors.read(name)).to(device, dtype) for name in expected_tensors(config)}
     model.load_state_dict(state, strict=True, assign=True)
+    del state  # the modules alone hold the weights now, so they can give them up one by one
     codes = torch.zeros(0) if config.dspine is None else torch.from_numpy(tensors.transfer_codes(target.head_weight))
     model.transfer_codes = codes.to(device, dtype)
     tensors.finish()
     model.requires_grad_(False)
     target.bind_features(config.target_layer_ids)
-    drafter = TorchDrafter(model, target, {"method": config.method, "block_size": config.block_size, "folder": str(folder)})
+    info = {"method": config.method, "block_size": config.block_size, "folder": str(folder)}
+    drafter = TorchDrafter(model, target, info, share=True)
     row = read_mask_embedding(Path(folder), config)
     if row is not None:
         drafter.use_mask_embedding(torch.from_numpy(row))

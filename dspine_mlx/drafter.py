@@ -390,12 +390,17 @@ def load_drafter(folder: Path, target: Any, *, packed: bool | None = None) -> Ml
     model = DrafterModel(config)
     tensors = DraftTensors(Path(folder), config)
     left = pack_linears(model, tensors) if (compiling_pays() if packed is None else packed) else {}
-    state = [(name, mx.array(tensors.read(name)).astype(dtype)) for name in expected_tensors(config) if name not in left]
-    for name in left:
-        stem, (words, *parts) = name.removesuffix(".weight"), tensors.packed(name)
-        state.append((name, mx.array(words)))
-        state += [(f"{stem}.{part}", mx.array(a).astype(dtype)) for part, a in zip(("scales", "biases"), parts, strict=True)]
-    model.load_weights(state, strict=True)
+    state: dict[str, mx.array] = {}
+    for name in expected_tensors(config):
+        if name in left:
+            words, scales, biases = tensors.packed(name)
+            stem = name.removesuffix(".weight")
+            state[name] = mx.array(words)
+            state[f"{stem}.scales"], state[f"{stem}.biases"] = (mx.array(part).astype(dtype) for part in (scales, biases))
+        else:
+            state[name] = mx.array(tensors.read(name)).astype(dtype)
+        mx.eval(state)  # now: the float32 copy of one tensor lives no longer than this
+    model.load_weights(list(state.items()), strict=True)
     model.eval()
     mx.eval(model.parameters())
     if config.dspine is not None:
