@@ -1,0 +1,1 @@
+"""The article's experiments in small: one script each, over one runner (`docs/training.md`)."""

@@ -1,0 +1,50 @@
+"""(g) Block size from 4 to 32, with equal block rows a step.
+
+python -m benchmarks.paper.g_block_size --data SHARDS --prompts EVAL --out OUT --set schedule.max_steps=1500
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from benchmarks.paper.report import Experiment, Results, block_of, gain, line, main_of, percent, tau_of
+
+BLOCKS = {4: "block_4", 8: "full", 12: "block_12", 16: "block_16", 24: "block_24", 32: "block_32"}
+
+
+def report(results: Results, heat: str) -> dict[str, Any]:
+    """tau and milliseconds a draft by block size; gains over 8."""
+    base = block_of(results, "full", heat)
+    content: dict[str, Any] = {"blocks": {}, "sentences": []}
+    for block, name in BLOCKS.items():
+        score = results[name]["scores"]["walk"]
+        entry = tau_of(score["temperatures"][heat]) | {"gain": gain(score["temperatures"][heat], base)}
+        content["blocks"][str(block)] = entry | {"draft_ms": score["draft_ms"]}
+        content["sentences"].append(
+            f"block {block}: {entry['tau']:.2f}, {percent(entry['gain'])} over 8, draft {score['draft_ms']:.2f} ms"
+        )
+    best = max(content["blocks"], key=lambda block: content["blocks"][block]["tau"])
+    content["best"] = int(best)
+    content["holds"] = int(best) >= 16
+    content["sentences"].append(f"the longest acceptance has block {best}")
+    return content
+
+
+def plot(content: dict[str, Any], axes: Any) -> None:
+    """tau over the block size."""
+    line(axes, [int(block) for block in content["blocks"]], list(content["blocks"].values()), "DSpine")
+    axes.set_xlabel("block size (anchor included)")
+
+
+EXPERIMENT = Experiment(
+    "g",
+    "block size",
+    "every published drafter uses blocks of 16 (an anchor and 15 drafts); no sweep published",
+    tuple(BLOCKS.values()),
+    report,
+    plot,
+)
+
+if __name__ == "__main__":
+    sys.exit(main_of(EXPERIMENT))

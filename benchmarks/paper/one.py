@@ -1,0 +1,198 @@
+"""Train and score one variant (a child process of the runner), or make the target's answers (`--variant texts`).
+
+Exit code 3: out of time, to be continued. Results: OUT/<variant>/result.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from benchmarks.paper.options import Options, add_arguments, options_of
+from benchmarks.paper.variants import VARIANTS, Score, Variant
+from benchmarks.provenance import provenance
+from dspine.common.errors import DSpineError
+from dspine_cuda.training.files import write_json
+
+UNFINISHED = 3
+DRAFT_CONTEXT, DRAFT_ROUNDS = 512, 50
+
+
+def train_settings(variant: Variant, options: Options, minutes: float | None) -> Any:
+    """The trainer's config of one variant; the experiments' own `--set` comes last."""
+    from dspine_cuda.training.config import load_train_config
+
+    folder = options.out / variant.name
+    overrides = [f"data.path={options.data}", f"run.output_dir={folder}", f"run.seed={options.seed}", "run.export_bits=null"]
+    overrides += [f"run.device={options.device}", f"run.dtype={options.dtype}", "run.keep_checkpoints=1", "run.progress=true"]
+    overrides += [*variant.overrides, *options.overrides]
+    if minutes is not None:
+        overrides.append(f"run.time_limit_minutes={minutes}")
+    return load_train_config(options.config, overrides)
+
+
+def train_variant(variant: Variant, options: Options, minutes: float | None) -> dict[str, Any] | None:
+    """The trainer's summary, or None where time ran out before the last step."""
+    from dspine_cuda.training.loop import train
+
+    settings = train_settings(variant, options, minutes)
+    folder = options.out / variant.name
+    summary = train(settings, resume=any((folder / "checkpoints").glob("step-*.pt")))
+    return summary if summary["steps"] == settings.schedule.max_steps else None
+
+
+def load_pair(variant: Variant, options: Options, model: str) -> tuple[Any, Any]:
+    """(drafter, frozen target)."""
+    import torch
+
+    from dspine.common.models import resolve_model
+    from dspine_cuda.drafter import load_drafter
+    from dspine_cuda.training.devices import pick_device
+    from dspine_cuda.training.target import load_frozen_target
+
+    target = load_frozen_target(resolve_model(model), pick_device(options.device), getattr(torch, options.dtype))
+    return load_drafter(options.out / variant.name / "drafter", target), target
+
+
+def eval_settings(options: Options, model: str) -> Any:
+    """What the target's answers depend on."""
+    from dspine_cuda.training.eval_command import EvalSettings
+
+    return EvalSettings(
+        drafter=None, prompts=options.prompts, model=model, count=options.count, temperatures=options.temperatures,
+        max_tokens=options.max_tokens, seed=options.seed, device=options.device, dtype=options.dtype, acceptance="rejection",
+        texts=options.out / "texts", progress=False,
+    )  # fmt: skip
+
+
+def texts_at(options: Options, target: Any, model: str, heat: float) -> list[Any]:
+    """The target's answers to the evaluation prompts, made once for all variants."""
+    from dspine.common.models import resolve_model
+    from dspine.common.tokenizer import load_tokenizer
+    from dspine_cuda.training.eval_command import texts_of
+    from dspine_cuda.training.eval_sets import read_sets
+
+    sets = read_sets(options.prompts, options.count)
+    return texts_of(eval_settings(options, model), target, load_tokenizer(resolve_model(model)), sets, heat)
+
+
+def with_top_k(drafter: Any, top_k: int | None) -> Any:
+    """The drafter reading another number of candidates."""
+    if top_k is not None:
+        dspine = dataclasses.replace(drafter.config.dspine, top_k=top_k)
+        drafter.config = dataclasses.replace(drafter.config, dspine=dspine)
+    return drafter
+
+
+def draft_milliseconds(drafter: Any, batch: int = 1) -> float:
+    """Median time of one draft behind a context of DRAFT_CONTEXT tokens."""
+    import statistics
+
+    import torch
+
+    from dspine.common.protocols import DraftRequest
+    from dspine_cuda.draft_cache import DraftCache
+
+    weights, config = drafter.model.fc.weight, drafter.config
+    cache = DraftCache(config, DRAFT_CONTEXT + config.block_size, weights.dtype, weights.device, batch=batch)
+    cache.write_all(0, torch.randn_like(cache._store[..., :DRAFT_CONTEXT, :]))
+    cache.length = DRAFT_CONTEXT
+    anchor, times = torch.full((batch,), 5, device=weights.device), []
+    for _ in range(DRAFT_ROUNDS):
+        started = perf_counter()
+        drafter.propose(cache, anchor, DraftRequest()).tokens.cpu()  # waits for the device
+        times.append(1000 * (perf_counter() - started))
+    return statistics.median(times[DRAFT_ROUNDS // 5 :])
+
+
+def score_variant(variant: Variant, options: Options, model: str) -> dict[str, Any]:
+    """Acceptance of every score at every temperature, and what a draft costs."""
+    from dspine_cuda.training.eval_sets import score_texts
+
+    drafter, target = load_pair(variant, options, model)
+    scores: dict[str, Any] = {}
+    for score in variant.scores:
+        reader = with_top_k(drafter, score.top_k)
+        scores[score.name] = _score(reader, target, score, options, model, score_texts)
+    return scores
+
+
+def _score(drafter: Any, target: Any, score: Score, options: Options, model: str, score_texts: Any) -> dict[str, Any]:
+    blocks = {}
+    for heat in options.temperatures:
+        blocks[f"{heat:g}"] = score_texts(
+            drafter, target, texts_at(options, target, model, heat), temperature=heat, acceptance="rejection",
+            seed=options.seed, independent=score.independent,
+        )  # fmt: skip
+    return {
+        "temperatures": blocks,
+        "draft_ms": draft_milliseconds(drafter),
+        "draft_ms_batch_32": draft_milliseconds(drafter, 32),
+    }
+
+
+def run_variant(variant: Variant, options: Options, minutes: float | None) -> int:
+    """Train (or go on), score, write the result, drop the checkpoints."""
+    folder = options.out / variant.name
+    started = perf_counter()
+    summary = train_variant(variant, options, minutes)
+    if summary is None:
+        return UNFINISHED
+    settings = train_settings(variant, options, None)
+    result = {
+        "variant": variant.name, "note": variant.note, "config": settings.model_dump(mode="json", exclude={"run"}),
+        "train": {k: v for k, v in summary.items() if k != "drafter"}, "seed": options.seed,
+        "scores": score_variant(variant, options, settings.model.target), "seconds_here": perf_counter() - started,
+        "provenance": provenance(),
+    }  # fmt: skip
+    write_json(folder / "result.json", result)
+    shutil.rmtree(folder / "checkpoints")
+    return 0
+
+
+def make_texts(options: Options) -> int:
+    """Only the target's answers."""
+    import torch
+
+    from dspine.common.models import resolve_model
+    from dspine_cuda.training.devices import pick_device
+    from dspine_cuda.training.target import load_frozen_target
+
+    model = train_settings(VARIANTS["full"], options, None).model.target
+    target = load_frozen_target(resolve_model(model), pick_device(options.device), getattr(torch, options.dtype))
+    for heat in options.temperatures:
+        texts_at(options, target, model, heat)
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--variant", required=True, choices=["texts", *VARIANTS])
+    parser.add_argument("--time-limit", type=float, help="minutes")
+    args = parser.parse_args(arguments)
+    options = options_of(args)
+    try:
+        if args.variant == "texts":
+            return make_texts(options)
+        return run_variant(VARIANTS[args.variant], options, args.time_limit)
+    except DSpineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """A finished variant's result."""
+    path = folder / "result.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
