@@ -15,6 +15,7 @@ from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.protocols import DraftRequest
 from dspine.common.sampling import SamplingParams
 from dspine_cuda.drafter import load_drafter
+from dspine_cuda.serving import TorchBatcher
 from dspine_cuda.targets.load import load_target
 from tests.helpers.checkpoints import change_config, change_tensors
 from tests.helpers.drafters import KINDS, Prompted
@@ -85,6 +86,28 @@ def test_sampling_runs_and_repeats(pair, kind, rule, tmp_path):
 
     first = sample(1)
     assert sample(1) == first and sample(2) != first
+
+
+@pytest.mark.parametrize("kind", NEW_KINDS)
+def test_sequences_of_a_batch_draft_as_if_alone(pair, kind, tmp_path):
+    """The server's batch: three sequences of different lengths, greedy and sampled, with signals."""
+    target, _ = pair
+    drafter = drafter_of(target, tmp_path, kind, 5)
+    batcher = TorchBatcher(target, drafter)
+    features = torch.randn(1, 12, drafter.config.feature_size, generator=torch.Generator().manual_seed(0))
+    caches = [drafter.make_cache(32) for _ in range(3)]
+    for cache, length in zip(caches, (12, 3, 7), strict=True):
+        drafter.commit(cache, features[:, :length])
+    uniforms = torch.rand(3, 1, drafter.config.num_proposals, generator=torch.Generator().manual_seed(1))
+    requests = [DraftRequest(signals=True), DraftRequest(0.8, uniforms[1]), DraftRequest(0.8, uniforms[2])]
+    together = batcher.propose(caches, [3, 4, 5], requests)
+    for i, (cache, request) in enumerate(zip(caches, requests, strict=True)):
+        alone = drafter.propose(cache, torch.tensor([3 + i]), request)
+        for name in ("tokens", "finite", "candidates", "q", "confidence", "entropy"):
+            one, other = getattr(alone, name), getattr(together[i], name)
+            assert (one is None) == (other is None), name
+            if one is not None:
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [*NEW_KINDS, "dflash"])
