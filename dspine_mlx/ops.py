@@ -10,12 +10,14 @@ from dspine.kernels_metal import (
     accept,
     correct_length,
     draft_signals,
+    gathered_rows,
     gdn_commit,
     gdn_inputs,
     gdn_verify,
     injection_gate,
     injection_write,
     path_walk,
+    quantized_rows,
     select_length,
     transition_scores,
 )
@@ -23,7 +25,7 @@ from dspine_mlx.arrays import device_name
 
 METAL = (
     *(gdn_inputs, gdn_verify, gdn_commit, injection_gate, injection_write, draft_signals, transition_scores, path_walk),
-    *(select_length, correct_length, accept),
+    *(select_length, correct_length, accept, quantized_rows, gathered_rows),
 )
 _BLOCK = 128  # two short sorts instead of one over the whole vocabulary
 
@@ -50,6 +52,22 @@ def _top_k_pays(x: mx.array, k: int) -> bool:
     return mx.issubdtype(x.dtype, mx.floating) and 2 * k * _BLOCK <= x.shape[-1]
 
 
+def library_rows(x: mx.array, words: mx.array, scales: mx.array, biases: mx.array, bits: int, group_size: int) -> mx.array:
+    """`common.quantized_rows.quantized_rows` by MLX's own product."""
+    packed = mx.view(words, mx.uint32), scales.astype(x.dtype), biases.astype(x.dtype)
+    return mx.quantized_matmul(x, *packed, transpose=True, group_size=group_size, bits=bits)
+
+
+def library_gathered(
+    x: mx.array, words: mx.array, scales: mx.array, biases: mx.array, picks: mx.array, bits: int, group_size: int
+) -> mx.array:
+    """`common.quantized_rows.gathered_rows` by MLX's own product."""
+    packed = mx.view(words, mx.uint32), scales.astype(x.dtype), biases.astype(x.dtype)
+    rows = mx.expand_dims(mx.repeat(x, picks.shape[0] // x.shape[0], axis=0), 1)
+    out = mx.gather_qmm(rows, *packed, rhs_indices=picks, transpose=True, group_size=group_size, bits=bits)
+    return mx.squeeze(out, 1)
+
+
 def register() -> None:
     """Register every MLX version of a core operation; calling it again changes nothing."""
     register_device("mlx", device_name)
@@ -62,5 +80,9 @@ def register() -> None:
             name="mlx-two-level",
             supports=_top_k_pays,
         )
+    for device in ("cpu", "cuda"):
+        own = (("quantized_rows", library_rows), ("gathered_rows", library_gathered))
+        for operation, function in own:
+            register_kernel(operation, namespace="mlx", device=device, function=function, name="mlx-library")
     for kernel in METAL:  # for device `metal` only: elsewhere MLX runs the core's own code
         kernel.register()

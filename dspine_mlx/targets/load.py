@@ -20,6 +20,7 @@ from dspine.common.protocols import TargetInfo
 from dspine.common.tokenizer import eos_ids_of_folder
 from dspine_mlx import ops
 from dspine_mlx.arrays import device_name
+from dspine_mlx.small_rows import load_table, picks_of, use_table
 from dspine_mlx.targets.families import FAMILIES
 from dspine_mlx.targets.layouts import load_options
 from dspine_mlx.targets.plain import PlainTarget, find_decoder, find_head
@@ -47,6 +48,10 @@ def load_target(folder: Path, *, dtype: str = "auto", cache: CacheOptions | None
         raise CheckpointError(f"{folder}: mlx-lm cannot load this folder ({type(error).__name__}: {text[:300]})") from error
     if note:
         logger.warning("%s: %s", folder.name, note)
+    if quantized and device_name() == "metal":
+        table, _ = load_table(str(mx.device_info()["device_name"]))
+        if table is not None:
+            use_table(model, table, picks_of(model))
     target = wrap_model(model, config, name=folder.name, eos_token_ids=eos_ids_of_folder(folder), note=note)
     if cache is not None:
         target.use_cache_options(cache)

@@ -16,12 +16,14 @@ from dspine.common import gdn, transition
 from dspine.kernels_metal.accept import accept_greedy, accept_point_mass
 from dspine.kernels_metal.correct_length import correct_length
 from dspine.kernels_metal.draft_signals import draft_signals
+from dspine.kernels_metal.gathered_rows import gathered_rows
 from dspine.kernels_metal.gdn_commit import gdn_commit
 from dspine.kernels_metal.gdn_inputs import gdn_inputs
 from dspine.kernels_metal.gdn_verify import gdn_verify, gdn_verify_deferred
 from dspine.kernels_metal.injection_gate import injection_gate
 from dspine.kernels_metal.injection_write import injection_write
 from dspine.kernels_metal.path_walk import path_walk, path_walk_sampled
+from dspine.kernels_metal.quantized_rows import quantized_rows
 from dspine.kernels_metal.select_length import select_length
 from dspine.kernels_metal.transition_scores import transition_scores
 from tests.metal.emulator import dtype_name, emulated_metal_kernel
@@ -32,6 +34,7 @@ from tests.metal_kernels.running import low, run_from, run_metal
 from tests.metal_kernels.test_decisions import tables_of
 from tests.metal_kernels.test_draft import weights_of
 from tests.metal_kernels.test_gdn import block, committed
+from tests.metal_kernels.test_packed import packed
 
 I32, F32 = np.int32, np.float32
 
@@ -77,7 +80,17 @@ def decision_runs(rng: Any, run: Any, drafts: int, vocabulary: int) -> None:
     run(accept_point_mass, (np.abs(logits), draft, most, *uniforms))
 
 
+def packed_runs(rng: Any, run: Any, rows: int, columns: int) -> None:
+    words, scales, biases = packed(rng, (3, columns, 64), 6, 32)
+    x = normal(rng, rows, 64)
+    run(quantized_rows, (x, words[0], scales.values[0], biases.values[0], 6, 32))
+    picks = rng.integers(0, 3, rows * 2).astype(I32)
+    run(gathered_rows, (x, words, scales.values, biases.values, picks, 6, 32))
+
+
 RUNS = {
+    "packed": lambda rng, run: packed_runs(rng, run, 3, 5),
+    "packed, more rows": lambda rng, run: packed_runs(rng, run, 9, 18),
     "gdn": lambda rng, run: gdn_runs(rng, run, 1, 2, 5, 3),
     "gdn, one number a head": lambda rng, run: gdn_runs(rng, run, 1, 1, 1, 1),
     "draft": lambda rng, run: draft_runs(rng, run, 7, 3),
