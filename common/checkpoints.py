@@ -16,7 +16,7 @@ import numpy as np
 
 from dspine.common.configs import DrafterConfig
 from dspine.common.draft_cards import BRIDGE
-from dspine.common.draft_layouts import BORROWED, canonical_name, head_tensors, kind_of
+from dspine.common.draft_layouts import BORROWED, MAPS, canonical_name, head_tensors, kind_of
 from dspine.common.errors import CheckpointError
 from dspine.common.quantization import GroupForm, dequantize_affine
 from dspine.common.transfer_space import TransferBasis, transfer_codes
@@ -158,15 +158,22 @@ class DraftTensors:
                 )
 
     def _check_borrowed(self, found: set[str]) -> None:
-        """Copies of the target's tables are dropped, once their shape says that they are."""
-        shape = (self.config.vocab_size, self.config.hidden_size)
+        """Copies of the target's tables are dropped, once their shape says that they are: all rows, or of a head those that
+        the drafter may propose."""
+        rows = {name: {self.config.vocab_size} for name in BORROWED}
+        for name in BORROWED[1:]:
+            rows[name].add(self.config.draft_vocab_size or self.config.vocab_size)
         for name in sorted(found & set(BORROWED)):
-            if self._entries[name].shape != shape and not self._is_quantized(name):
-                raise CheckpointError(
-                    f"{self.folder}: {name} has shape {list(self._entries[name].shape)}, expected {list(shape)}, the target's: "
-                    "a drafter with a vocabulary of its own is not run"
-                )
-        found -= set(BORROWED)
+            got, hidden = self._entries[name].shape, self.config.hidden_size
+            fits = len(got) == 2 and got[0] in rows[name] and got[1] == hidden
+            if not fits and not self._is_quantized(name):
+                own = f"the target's own rows, {sorted(rows[name])} x {hidden}"
+                raise CheckpointError(f"{self.folder}: {name} has shape {list(got)}, expected {own}")
+        found -= {*BORROWED, *MAPS}
+        if self.config.draft_vocab_size is not None and "t2d" not in self._entries:
+            raise CheckpointError(
+                f"{self.folder}: draft_vocab_size is {self.config.draft_vocab_size}, but no t2d says which tokens those are"
+            )
 
     def _is_quantized(self, name: str) -> bool:
         return name.removesuffix(".weight") + ".scales" in self._entries
@@ -205,6 +212,23 @@ class DraftTensors:
         stem = name.removesuffix(".weight")
         scales, biases = (read_tensor(self._entries[f"{stem}.{part}"]).astype(np.float32) for part in ("scales", "biases"))
         return read_tensor(self._entries[name]), scales, biases
+
+    def draft_tokens(self) -> np.ndarray | None:
+        """Target ids the drafter may propose, ascending int64 [draft_vocab_size]; None: all."""
+        count, vocab = self.config.draft_vocab_size, self.config.vocab_size
+        if count is None:
+            return None
+        marks = read_tensor(self._entries["t2d"])
+        tokens = np.flatnonzero(marks)
+        if marks.shape != (vocab,) or len(tokens) != count:
+            raise CheckpointError(
+                f"{self.folder}: t2d {list(marks.shape)} marks {len(tokens)} tokens, expected {count} of {vocab}"
+            )
+        if "d2t" in self._entries:
+            ahead = read_tensor(self._entries["d2t"])
+            if ahead.shape != (count,) or not np.array_equal(np.arange(count) + ahead, tokens):
+                raise CheckpointError(f"{self.folder}: d2t and t2d do not name the same tokens in the same order")
+        return tokens
 
     def transfer_basis(self) -> TransferBasis | None:
         """The stored basis of the transfer space as float32, or None where there is none."""

@@ -18,6 +18,7 @@ from dspine.common.draft_cards import (
     check_fields,
     conv_and_selector,
     domino_config,
+    draft_vocabulary,
     dspark_config,
     method_of,
     normalise_card,
@@ -68,6 +69,7 @@ class DrafterConfig:
     """One drafter. `block_size` is the verify window: the anchor and `block_size - 1` proposals, whatever the card calls a
     block. The forward runs over `query_rows` rows, of which row `first_row` predicts the first proposal: 1 where a row
     predicts its OWN position, 0 where it predicts the next. `num_target_layers` 0: the card does not say.
+    `draft_vocab_size`: how many tokens it may propose, None all.
     """
 
     method: str
@@ -101,6 +103,7 @@ class DrafterConfig:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     input_embedding_scale: float = 1.0
+    draft_vocab_size: int | None = None
 
     @property
     def num_proposals(self) -> int:
@@ -193,6 +196,7 @@ def parse_drafter_config(data: dict[str, Any], where: str = "config", folder: Pa
         output_multiplier=card.number("output_multiplier", 1.0),  # type: ignore[arg-type]
         final_logit_softcapping=card.number("final_logit_softcapping", None) or None,
         input_embedding_scale=card.number("input_embedding_scale", 1.0),  # type: ignore[arg-type]
+        draft_vocab_size=draft_vocabulary(card, method),
         **parts,
     )
     _validate(config, where, str(data.get("hidden_act", "silu")))

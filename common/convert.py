@@ -88,6 +88,12 @@ def convert_drafter(source: Path, out: Path, *, form: str, scheme: Scheme | None
     tensors = DraftTensors(source, config)
     report = Report(config.method, form, bytes_before=sum(path.stat().st_size for path in source.glob("*.safetensors")))
     stored, overrides = _weights(tensors, config, scheme, report)
+    tokens = tensors.draft_tokens()
+    if tokens is not None:
+        marks = np.zeros(config.vocab_size, dtype=np.bool_)
+        marks[tokens] = True
+        stored["t2d"] = ("BOOL", marks)
+        report.notes.append(f"proposes {len(tokens)} of {config.vocab_size} tokens")
     out.mkdir(parents=True, exist_ok=True)
     if config.dspine is not None:
         stored |= _transfer_space(tensors, config, form, out, target, report)

@@ -259,14 +259,20 @@ def dspark_config(card: Card) -> DSparkConfig:
     return DSparkConfig(rank, kind, confidence, with_markov)
 
 
+def draft_vocabulary(card: Card, method: str) -> int | None:
+    """Tokens the drafter may propose, where they are fewer than the target's (`t2d` in the file says which)."""
+    own, vocab = card.optional("draft_vocab_size", None), card.integer("vocab_size", 2)
+    if own in (None, vocab):
+        return None
+    if method not in ("dflash", "dflash2", "dspark"):
+        raise card.error(f"draft_vocab_size {own} below vocab_size {vocab} is not defined for a {method} drafter")
+    if card.integer("draft_vocab_size", 1, value=own) > vocab:
+        raise card.error(f"draft_vocab_size {own} is above vocab_size {vocab}")
+    return own
+
+
 def check_fields(card: Card) -> None:
     """Refuse keys that ask for something this version does not do; name keys it does not know in one warning."""
-    own, vocab = card.optional("draft_vocab_size", None), card.data.get("vocab_size")
-    if own not in (None, vocab):
-        raise card.error(
-            f"the drafter has a vocabulary of its own (draft_vocab_size {own}, vocab_size {vocab}); only drafters over the "
-            "target's whole vocabulary are run"
-        )
     form = card.data.get("quantization_config")
     if form is not None and form != card.data.get("quantization"):
         name = form.get("quant_method") if isinstance(form, dict) else form

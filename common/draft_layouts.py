@@ -18,6 +18,7 @@ _ALIASES = {
 }
 _HEADS = ("prefix_gru.", "embed_proj.", "markov_head.", "confidence_head.")
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # [V, H], the target's own
+MAPS = ("t2d", "d2t")  # which of the target's tokens a drafter may propose; draft id -> how far its target id lies ahead
 _REBUILT = ("rotary_emb.inv_freq", "verifier_norm.weight")  # made at load, or used in training only
 KIND_MARKS = {
     "injection.": "dspine",
@@ -70,7 +71,7 @@ def _dspark_tensors(config: DrafterConfig) -> dict[str, Shape]:
     rank = spark.markov_rank
     if rank:
         shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
-        shapes["markov_head.markov_w2.weight"] = (config.vocab_size, rank)
+        shapes["markov_head.markov_w2.weight"] = (config.draft_vocab_size or config.vocab_size, rank)
         sizes = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
         if spark.markov_head_type in sizes:
             name, out, size = sizes[spark.markov_head_type]

@@ -7,8 +7,10 @@ as callables (`DraftParts`). What a kind draws from, and which distribution it s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from dspine.common.arrays import array_namespace, astype, at_least_float32, sigmoid, top_k
 from dspine.common.configs import DrafterConfig
@@ -31,6 +33,7 @@ from dspine.common.transition import path_walk, path_walk_sampled
 
 Array = Any
 INDEPENDENT_CANDIDATES = 16  # DFlash at temperature > 0 draws each position within its own top 16
+_STRUCK = -1e30  # finite, so that a sum over a vocabulary of them still is
 _PROBE_LOGIT = 60.0  # beyond any softcap in use, so that a cap shows
 
 
@@ -38,7 +41,7 @@ _PROBE_LOGIT = 60.0  # beyond any softcap in use, so that a cap shows
 class DraftParts:
     """The loaded heads of one drafter as callables; None where the kind has none. `transition`: candidates int [B, M, K] ->
     scores float32 [B, M, K, K] (DSpine: bound to this round's states). `top`: the runtime's fastest `arrays.top_k`; which of
-    two equal logits becomes a candidate is left open."""
+    two equal logits becomes a candidate is left open. `allowed` bool [V]: the tokens that may be proposed (None: all)."""
 
     selector: SelectorWeights | None = None
     domino: DominoWeights | None = None
@@ -46,6 +49,22 @@ class DraftParts:
     confidence: Callable[[Array], Array] | None = None
     transition: Callable[[Array], Array] | None = None
     top: Callable[[Array, int], tuple[Array, Array]] = top_k
+    allowed: Array | None = None
+
+
+def restricted(parts: DraftParts, tokens: Any, vocab: int, place: Callable[[Any], Array]) -> DraftParts:
+    """`parts` of a drafter over a part of the vocabulary. tokens: ascending target ids, NumPy int [n] (None: all); `place` puts
+    a NumPy array on the device. Its LM head is the target's rows of those ids, so the other logits are struck out, and what a
+    Markov head says of draft id i is moved to tokens[i]."""
+    if tokens is None:
+        return parts
+    allowed, inverse = np.zeros(vocab, dtype=np.bool_), np.zeros(vocab, dtype=np.int64)
+    allowed[tokens], inverse[tokens] = True, np.arange(len(tokens))
+    markov, positions = parts.markov, place(inverse)
+    if markov is not None:
+        narrow = markov.bias
+        markov = replace(markov, bias=lambda latent: array_namespace(latent).take(narrow(latent), positions, axis=-1))
+    return replace(parts, allowed=place(allowed), markov=markov)
 
 
 def scale_logits(logits: Array, config: DrafterConfig) -> Array:
@@ -91,6 +110,8 @@ def make_proposal(
     walk over their K candidates (q over them); Domino and DSpark draw from the whole vocabulary (candidates None, q [B, M, V]).
     """
     xp = array_namespace(logits)
+    if parts.allowed is not None:
+        logits = xp.where(parts.allowed, logits, xp.zeros_like(logits) + _STRUCK)
     finite = xp.isfinite(xp.sum(logits, axis=(1, 2)))  # one pass: a sum of finite logits cannot overflow float32
     sampled = request.temperature > 0.0
     if parts.domino is not None or config.dspark is not None:

@@ -85,7 +85,7 @@ class MarkovHead(nn.Module):
         assert config.dspark is not None
         rank, hidden, self.kind = config.dspark.markov_rank, config.hidden_size, config.dspark.markov_head_type
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif self.kind == "rnn":

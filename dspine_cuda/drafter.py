@@ -21,7 +21,7 @@ from dspine.common.configs import DrafterConfig, load_drafter_config
 from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights, inject
 from dspine.common.mask_embedding import read_mask_embedding
-from dspine.common.proposing import make_proposal, own_scale, scale_logits
+from dspine.common.proposing import make_proposal, own_scale, restricted, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.rope import rope_tables
 from dspine.common.transfer_space import known_token
@@ -159,6 +159,7 @@ class DrafterModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.injection = Injection(config) if config.dspine is not None else None
         add_heads(self, config)
+        self.draft_tokens: Any = None  # target ids it may propose, NumPy; None: all
         codes = torch.zeros(0) if config.dspine is None else torch.zeros(config.vocab_size, config.dspine.transfer_rank)
         self.register_buffer("transfer_codes", codes, persistent=False)
         self._rope: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
@@ -232,7 +233,12 @@ class TorchDrafter:
         self.lean = LeanDraft(model, share=share)
         self._tables: tuple[Tensor, Tensor] | None = None
         self.rules = self.config.mask_rules()
-        self.parts = draft_parts(model, target)
+        self.parts = restricted(
+            draft_parts(model, target),
+            model.draft_tokens,
+            self.config.vocab_size,
+            lambda array: torch.from_numpy(array).to(model.fc.weight.device),
+        )
         rows = self.config.query_rows
         offsets = torch.arange(rows, device=model.fc.weight.device)
         self._block_masks = [rule.block(offsets[:, None], offsets[None, :]) for rule in self.rules]
@@ -346,6 +352,7 @@ def load_drafter(folder: Path, target: Any) -> TorchDrafter:
     del state  # the modules alone hold the weights now, so they can give them up one by one
     codes = torch.zeros(0) if config.dspine is None else torch.from_numpy(tensors.transfer_codes(target.head_weight))
     model.transfer_codes = codes.to(device, dtype)
+    model.draft_tokens = tensors.draft_tokens()
     tensors.finish()
     model.requires_grad_(False)
     target.bind_features(config.target_layer_ids)

@@ -20,7 +20,7 @@ from dspine.common.configs import DrafterConfig, load_drafter_config
 from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights, inject
 from dspine.common.mask_embedding import read_mask_embedding
-from dspine.common.proposing import make_proposal, own_scale, scale_logits
+from dspine.common.proposing import make_proposal, own_scale, restricted, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.rope import rope_tables
 from dspine.common.transfer_space import known_token
@@ -142,6 +142,7 @@ class DrafterModel(nn.Module):
         self.injection = Injection(config) if config.dspine is not None else None
         add_heads(self, config)
         self._transfer_codes: mx.array | None = None
+        self._draft_tokens: Any = None  # target ids it may propose, NumPy; None: all
         self._rope: tuple[mx.array, mx.array] | None = None
 
     @property
@@ -264,7 +265,8 @@ class MlxDrafter:
         self.model, self.target, self.info = model, target, info
         self.config = model.config
         self.rules = self.config.mask_rules()
-        self.heads = draft_parts(model, target)
+        parts = draft_parts(model, target)
+        self.heads = restricted(parts, model._draft_tokens, self.config.vocab_size, mx.array)
         self._mask_embedding: mx.array | None = None
         self._own_scale = own_scale(self.config, target, mx.arange(min(64, self.config.vocab_size)))
         self.parts = Parts(compiling_pays() if compiled is None else compiled)
@@ -405,6 +407,7 @@ def load_drafter(folder: Path, target: Any, *, packed: bool | None = None) -> Ml
     mx.eval(model.parameters())
     if config.dspine is not None:
         model.bind_codes(tensors.transfer_codes(target.head_weight))
+    model._draft_tokens = tensors.draft_tokens()
     tensors.finish()
     model.rope(1024)
     target.bind_features(config.target_layer_ids)

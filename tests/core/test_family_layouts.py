@@ -124,12 +124,26 @@ def test_speculators_layout(tmp_path, caplog):
     for changes, causal in (({}, True), ({"sliding_window_non_causal": True}, False)):
         rule = parse_drafter_config(speculators_card("dflash", transformer_layer_config=layers, **changes)).mask_rules()[0]
         assert (rule.anchored, rule.causal, rule.window_in_block, rule.window) == (True, causal, False, 4)
-    with pytest.raises(CheckpointError, match="vocabulary of its own .draft_vocab_size 32000"):
-        parse_drafter_config(speculators_card("dflash", draft_vocab_size=32000))
     with pytest.raises(CheckpointError, match="'eagle3' is not run"):
         parse_drafter_config(speculators_card("eagle3"))
     with pytest.raises(CheckpointError, match="aux_hidden_state_layer_ids must list"):
         parse_drafter_config(speculators_card("dflash", aux_hidden_state_layer_ids=[0, 3]))
+
+
+def test_a_part_of_the_vocabulary(tmp_path):
+    """speculators and SpecForge with 32,000 draft tokens: the Markov bias and the head narrow, t2d and d2t say which ids."""
+    shapes = {name.removeprefix("logit_head."): shape for name, shape in PUBLISHED["Qwen3-8B-DSpark (SpecForge)"][1].items()}
+    shapes |= {"markov_head.markov_w2.weight": (32000, 256), "lm_head.weight": (32000, 4096), "t2d": (151936,), "d2t": (32000,)}
+    dtypes = {"t2d": "BOOL", "d2t": "I64"}
+    whole = PUBLISHED["Qwen3-8B-DSpark (SpecForge)"][0]
+    for data in (speculators_card("dspark", draft_vocab_size=32000), whole | {"draft_vocab_size": 32000}):
+        assert opened(write_layout(tmp_path, data, shapes, dtypes)).draft_vocab_size == 32000
+    with pytest.raises(CheckpointError, match="no t2d says which"):
+        opened(write_layout(tmp_path, data, {k: v for k, v in shapes.items() if k != "t2d"}, dtypes))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[31999, 4096\]"):
+        opened(write_layout(tmp_path, data, shapes | {"lm_head.weight": (31999, 4096)}, dtypes))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[32000, 4096\]"):
+        opened(write_layout(tmp_path, whole, shapes, dtypes))
 
 
 def test_alias_and_prefix_forms(tmp_path):
@@ -189,7 +203,8 @@ def test_official_dspine_mark(tmp_path):
     [
         ({"architectures": ["Gemma4DSparkModel"]}, "Gemma-shaped"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-style"),
-        ({"draft_vocab_size": 32000}, "vocabulary of its own"),
+        ({"draft_vocab_size": 200000}, "draft_vocab_size 200000 is above"),
+        ({"draft_vocab_size": 32000, "dspine_config": {}}, "is not defined for a dspine drafter"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors' is unknown"),
         ({"attention_value_scale": 0.5}, "attention_value_scale is 0.5"),
         ({"dflash_config": {"attention_sink_bias": True}}, "dflash_config.attention_sink_bias is True"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -113,6 +115,28 @@ def test_mask_embedding_on_mlx(tmp_path):
     np.testing.assert_allclose(hidden(), plain, atol=1e-6)
     torch.save({"embedding": torch.from_numpy(own + 1), "mask_token_id": 127}, folder / "mask_embedding.pt")
     assert np.abs(hidden() - plain).max() > 1e-2
+
+
+def test_a_part_of_the_vocabulary(tmp_path):
+    """Candidates and draws stay inside t2d; the first greedy draft is the golden's best among those."""
+    folder, tokens = golden_folder("dspark_gated", tmp_path), np.arange(3, 120, 3)
+    card = json.loads((folder / "config.json").read_text()) | {"draft_vocab_size": len(tokens)}
+    (folder / "config.json").write_text(json.dumps(card))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["t2d"] = np.isin(np.arange(128), tokens)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][tokens].copy()
+    tensors["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"][tokens].copy()
+    save_file(tensors, folder / "model.safetensors")
+    drafter, io = load_drafter(folder, golden_model_target("dspark_gated")), golden_arrays("dspark_gated")
+    cache = drafter.make_cache(64)
+    drafter.commit(cache, mx.array(io["features"][None, :14]))
+    greedy = drafter.propose(cache, ids(io["anchors"][:1]), DraftRequest(signals=True))
+    struck = np.full(128, -np.inf)
+    struck[tokens] = 0.0
+    assert int(greedy.tokens[0, 0]) == int((io["corrected_greedy"][0, 0] + struck).argmax()) and bool(greedy.finite[0])
+    sampled = drafter.propose(cache, ids(io["anchors"][:1]), DraftRequest(1.5, mx.full((1, 5), 0.7)))
+    assert np.isin(np.array(greedy.tokens), tokens).all() and np.isin(np.array(sampled.tokens), tokens).all()
+    assert np.array(sampled.q)[..., struck < 0].max() == 0.0
 
 
 def test_a_scaled_drafter_on_a_scaled_target(tmp_path):
