@@ -12,7 +12,10 @@ import numpy as np
 
 from benchmarks.paper.report import Experiment, Results, block_of, gain, main_of, percent, tau_of, verdict
 
-METHODS = {"dflash": "DFlash", "dflash_causal": "DFlash, causal", "full": "DSpine"}
+METHODS = {
+    "dflash": "DFlash", "dflash_causal": "DFlash, causal", "domino": "Domino", "dspark": "DSpark", "dflash2": "DFlash2",
+    "full": "DSpine",
+}  # fmt: skip
 
 
 def report(results: Results, heat: str) -> dict[str, Any]:

@@ -46,14 +46,21 @@ def _layers(*layers: int) -> str:
 
 
 _SWEPT = tuple(Score(f"top_{k}", top_k=k) for k in (2, 4, 8, 12, 24, 32))
-_PLAIN_DFLASH = ("model.method=dflash", "loss.alignment=none")
+
+
+def _plain(method: str) -> tuple[str, ...]:
+    return (f"model.method={method}", "loss.alignment=none")
+
 
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for variant in (
         Variant("full", scores=(WALK, ALONE, *_SWEPT), note="DSpine as published"),
-        Variant("dflash", _PLAIN_DFLASH, note="DFlash: bidirectional blocks"),
-        Variant("dflash_causal", (*_PLAIN_DFLASH, "model.is_causal=true"), note="DFlash with block-causal attention"),
+        Variant("dflash", _plain("dflash"), note="DFlash: bidirectional blocks"),
+        Variant("dflash_causal", (*_plain("dflash"), "model.is_causal=true"), note="DFlash with block-causal attention"),
+        Variant("domino", _plain("domino"), note="Domino: a GRU corrects the logits"),
+        Variant("dspark", _plain("dspark"), note="DSpark: a Markov head corrects the logits"),
+        Variant("dflash2", _plain("dflash2"), note="DFlash2: convolutions and a candidate selector"),
         Variant("no_refinement", ("loss.refinement=false",), (ALONE,), "injection, independent drafts"),
         Variant("no_injection", (_layers(), "loss.refinement=false"), (ALONE,), "layer supervision only, independent drafts"),
         Variant("align_none", ("loss.alignment=none",), (WALK, ALONE), "DSpine without layer supervision"),

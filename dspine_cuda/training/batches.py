@@ -24,7 +24,7 @@ class Batch:
     tokens, documents, positions int [B, S]; anchors int [B, N], keep bool [B, N]; labels int [B, N, M] (0 where
     unsupervised); weights float32 [B, N, M]: supervised (prefix-cumulative, own document) x exp(-(t-1)/gamma); replace
     bool [B, N]: correct-predecessor draw; states [B, S, F + H]: the target's features and final hidden states where they come
-    from a cache. Tokens at the block rows' positions: [anchor, labels].
+    from a cache. Rows of a block stand at the anchor's position and after it, one a row.
     """
 
     tokens: Tensor
@@ -36,10 +36,15 @@ class Batch:
     weights: Tensor
     replace: Tensor
     states: Tensor | None = None
+    query_rows: int = 0  # rows of a block's forward; 0: the anchor and a row for each label
+
+    @property
+    def rows_of_block(self) -> int:
+        return self.query_rows or self.labels.shape[2] + 1
 
     @property
     def layout(self) -> BlockLayout:
-        return BlockLayout(self.anchors, self.keep, self.documents, self.labels.shape[2] + 1)
+        return BlockLayout(self.anchors, self.keep, self.documents, self.rows_of_block)
 
     @property
     def anchor_tokens(self) -> Tensor:
@@ -49,7 +54,7 @@ class Batch:
     @property
     def block_positions(self) -> Tensor:
         """Absolute positions of the block rows in their document, int [B, N*R]."""
-        offsets = torch.arange(self.labels.shape[2] + 1, device=self.anchors.device)
+        offsets = torch.arange(self.rows_of_block, device=self.anchors.device)
         return (self.positions.gather(1, self.anchors)[:, :, None] + offsets).flatten(1)
 
     @property
@@ -70,7 +75,7 @@ class Batch:
 
     def _map(self, function) -> Batch:  # noqa: ANN001
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Batch(**{name: None if tensor is None else function(tensor) for name, tensor in held.items()})
+        return Batch(**{name: function(value) if isinstance(value, Tensor) else value for name, value in held.items()})
 
 
 def draw_anchors(
@@ -125,10 +130,11 @@ def make_batch(
     seed: int,
     step: int,
     states: Tensor | None = None,
+    query_rows: int = 0,
 ) -> Batch:
     """One global batch. `replacement`: the curriculum's probability at this step; `states`: cached features."""
     anchors, keep = draw_anchors(rows.supervised, rows.documents, num_anchors, np.random.default_rng([seed, 1, step]))
     labels, supervised = block_labels(rows.tokens, rows.supervised, rows.documents, anchors, keep, proposals)
     replace = np.random.default_rng([seed, 2, step]).random(anchors.shape) < replacement
     arrays = (rows.tokens, rows.documents, rows.positions, anchors, keep, labels, position_weights(supervised, gamma), replace)
-    return Batch(*(torch.from_numpy(array) for array in arrays), states)
+    return Batch(*(torch.from_numpy(array) for array in arrays), states, query_rows)

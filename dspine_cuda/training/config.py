@@ -20,7 +20,7 @@ class ModelSection(_Section):
     """The target and the drafter's shape; a shape left out is the target's own."""
 
     target: str = "smollm2"  # name, hub id or Hugging Face folder
-    method: Literal["dspine", "dflash"] = "dspine"
+    method: Literal["dspine", "dflash", "dflash2", "domino", "dspark"] = "dspine"
     injection: bool = True  # ablation: false trains a block-causal backbone alone, exported as DFlash with is_causal true
     injection_layers: tuple[int, ...] | None = (
         None  # 0-based layers that receive messages; None: all (the others' writes stay 0)
@@ -30,7 +30,7 @@ class ModelSection(_Section):
     block_size: int = Field(8, ge=2)  # rows, the anchor included
     taps: tuple[int, ...] | None = None  # 0-based target layers whose OUTPUT is read; None: spread as DFlash spreads them
     mask_token_id: int = Field(ge=0)
-    is_causal: bool | None = None  # dflash only: block-causal or not; None is bidirectional (full attention)
+    is_causal: bool | None = None  # all but dspine: block-causal or not; None is bidirectional (full attention)
     intermediate_size: int | None = Field(None, ge=1)
     num_heads: int | None = Field(None, ge=1)
     num_kv_heads: int | None = Field(None, ge=1)
@@ -40,7 +40,7 @@ class ModelSection(_Section):
     init: Literal["target", "random"] = "target"  # the target's last layers, or N(0, 0.02)
     transfer_rank: int = Field(256, ge=1)
     message_size: int = Field(128, ge=1)
-    top_k: int = Field(16, ge=1)
+    top_k: int = Field(16, ge=1)  # candidates of DSpine's walk and of DFlash2's selector
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSection:
@@ -60,6 +60,21 @@ class ModelSection(_Section):
     def injected(self) -> bool:
         """True where the trained model has the injection (and so the transfer space)."""
         return self.method == "dspine" and self.injection
+
+
+class HeadsSection(_Section):
+    """Sizes of the parts that DFlash2, Domino and DSpark have of their own."""
+
+    conv_kernel_size: int = Field(2, ge=1)
+    conv_group_size: int = Field(64, ge=1)
+    selector_rank: int = Field(128, ge=1)
+    gru_hidden_dim: int = Field(256, ge=1)
+    emb_dim: int = Field(128, ge=1)
+    shift_label: bool = False  # Domino: row i predicts token i + 1
+    markov_rank: int = Field(128, ge=1)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    confidence: bool = True
+    confidence_with_markov: bool = False
 
 
 class DataSection(_Section):
@@ -87,6 +102,10 @@ class LossSection(_Section):
     alignment_weight: float = Field(0.5, ge=0)  # beta at the end of its warm-up
     alignment_scale: float = Field(1.0, ge=0)
     chunk_rows: int = Field(8192, ge=1)  # block rows whose logits exist at one time
+    head_weight: float = Field(1.0, ge=0)  # of DFlash2's selector loss and of DSpark's confidence loss
+    base_share_end: float = Field(
+        1.0, gt=0, le=1
+    )  # Domino: share of the run over which the uncorrected output's share falls to 0
 
 
 class ScheduleSection(_Section):
@@ -147,6 +166,7 @@ class TrainConfig(_Section):
     """The whole run."""
 
     model: ModelSection
+    heads: HeadsSection = HeadsSection()
     data: DataSection
     loss: LossSection = LossSection()
     schedule: ScheduleSection
@@ -192,12 +212,12 @@ def complete_fingerprint(stored: dict[str, Any]) -> dict[str, Any]:
     """A fingerprint of an older version: settings that did not exist then had what is now their default."""
     complete = dict(stored)
     for name, field in TrainConfig.model_fields.items():
-        if name == "run" or not isinstance(stored.get(name), dict):
+        if name == "run" or not isinstance(stored.get(name, {}), dict) or (name not in stored and field.is_required()):
             continue
         section = field.annotation
         defaults = {key: f.get_default() for key, f in section.model_fields.items() if not f.is_required()}  # type: ignore[union-attr]
         dropped = {"path", "cache_dir"} if name == "data" else set()
-        complete[name] = {key: value for key, value in defaults.items() if key not in dropped} | stored[name]
+        complete[name] = {key: value for key, value in defaults.items() if key not in dropped} | stored.get(name, {})
     return complete
 
 

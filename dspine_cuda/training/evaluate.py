@@ -136,7 +136,7 @@ def _filled_cache(drafter: TorchDrafter, target: FrozenTarget, tokens: Tensor) -
 def _draft(drafter: TorchDrafter, cache: DraftCache, anchor: Tensor, independent: bool) -> Tensor:
     if independent:
         states, _ = drafter._run(cache, anchor)
-        return drafter.target.head(states.hidden[:, 0, 1:]).argmax(dim=-1)
+        return drafter.target.head(states.hidden[:, 0, drafter.config.proposal_rows]).argmax(dim=-1)
     return drafter.propose(cache, anchor, DraftRequest()).tokens
 
 

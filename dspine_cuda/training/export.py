@@ -20,6 +20,10 @@ from dspine.common.stored import write_safetensors
 from dspine.common.transfer_space import TransferBasis, transfer_basis, transfer_codes
 
 GROUP_SIZE = 64
+_ARCHITECTURES = {
+    "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "domino": "DFlashDraftModel", "dspark": "DSparkDraftModel",
+    "dspine": "DSpineDraftModel",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def drafter_card(config: DrafterConfig) -> dict[str, Any]:
     if config.rope.kind != "default":
         raise DSpineError(f"the trainer writes default rotary embeddings only, got {config.rope.kind!r}")
     card: dict[str, Any] = {
-        "architectures": ["DSpineDraftModel" if config.dspine is not None else "DFlashDraftModel"],
+        "architectures": [_ARCHITECTURES[config.method]],
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -78,9 +82,36 @@ def drafter_card(config: DrafterConfig) -> dict[str, Any]:
     }
     if config.dspine is not None:
         card["dspine_config"] = dataclasses.asdict(config.dspine)
+    card["dflash_config"] |= _own_settings(config)
+    if config.dspark is not None:  # counts query rows
+        card["block_size"] = config.query_rows
     if config.quantization is not None:
         card["quantization"] = dict(config.quantization)
     return card
+
+
+def _own_settings(config: DrafterConfig) -> dict[str, Any]:
+    """What the card says of a kind's own parts (`docs/formats.md`)."""
+    if config.conv is not None and config.selector is not None:
+        conv, selector = config.conv, config.selector
+        return {
+            "conv_kernel_size": conv.kernel_size, "conv_group_size": conv.group_size, "selector_rank": selector.rank,
+            "selector_top_k": selector.top_k,
+        }  # fmt: skip
+    if config.domino is not None:
+        domino = config.domino
+        return {
+            "projector_type": "domino", "shift_label": domino.shift_label, "gru_hidden_dim": domino.gru_hidden_dim,
+            "emb_dim": domino.emb_dim, "pure_draft_prefix_len": 1,
+        }  # fmt: skip
+    if config.dspark is not None:
+        spark = config.dspark
+        return {
+            "markov_rank": spark.markov_rank, "markov_head_type": spark.markov_head_type,
+            "enable_confidence_head": spark.confidence, "confidence_head_with_markov": spark.confidence_with_markov,
+            "sample_from_anchor": config.first_row == 0,
+        }  # fmt: skip
+    return {}
 
 
 def export_drafter(

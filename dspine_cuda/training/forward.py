@@ -130,8 +130,9 @@ def block_states(
     cos, sin = rope
     context_cos, context_sin = cos[batch.positions], sin[batch.positions]
     block_cos, block_sin = cos[batch.block_positions], sin[batch.block_positions]
-    mask_ids = torch.full_like(batch.labels, config.mask_token_id)
-    ids = torch.cat([batch.anchor_tokens.unsqueeze(-1), mask_ids], dim=-1)
+    anchor_ids = batch.anchor_tokens.unsqueeze(-1)
+    mask_ids = torch.full_like(anchor_ids, config.mask_token_id).expand(-1, -1, config.query_rows - 1)
+    ids = torch.cat([anchor_ids, mask_ids], dim=-1)
 
     def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context_key, context_value = model.layers[index].self_attn.key_value(context, context_cos, context_sin)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dspine.common.checkpoints import DraftTensors, expected_tensors
 from dspine.common.configs import DrafterConfig, DSpineConfig, load_drafter_config
+from dspine.common.draft_cards import ConvConfig, DominoConfig, DSparkConfig, SelectorConfig
 from dspine.common.errors import DSpineError
 from dspine.common.masks import FULL, SLIDING
 from dspine.common.models import resolve_draft
 from dspine_cuda.drafter import DrafterModel, DraftMLP
 from dspine_cuda.training.config import TrainConfig
 from dspine_cuda.training.export import TransferSpace, transfer_space_from, transfer_space_of
+from dspine_cuda.training.kinds import TrainableConv, start_heads
 from dspine_cuda.training.schedules import warmup_steps
 from dspine_cuda.training.target import DENSE_FAMILIES, FrozenTarget, TargetShape
 
@@ -51,8 +55,12 @@ def drafter_config(config: TrainConfig, target: TargetShape) -> DrafterConfig:
             replacement_end_ratio=schedule.replacement_end_ratio,
             candidate_mass_threshold=config.loss.mass_threshold,
         )
+    method = model.method if model.method != "dspine" or dspine is not None else "dflash"
+    parts = _own_parts(config, target.hidden_size)
+    shifted = model.method == "dspark" or (model.method == "domino" and config.heads.shift_label)
     return DrafterConfig(
-        method="dspine" if dspine is not None else "dflash",
+        method=method,
+        first_row=0 if shifted else 1,
         hidden_size=target.hidden_size,
         intermediate_size=model.intermediate_size or target.intermediate_size,
         num_layers=model.num_layers,
@@ -71,7 +79,24 @@ def drafter_config(config: TrainConfig, target: TargetShape) -> DrafterConfig:
         sliding_window=model.sliding_window,
         is_causal=True if model.method == "dspine" else bool(model.is_causal),
         dspine=dspine,
+        **parts,
     )
+
+
+def _own_parts(config: TrainConfig, hidden: int) -> dict[str, Any]:
+    """The settings of the method's own parts, by the field of `DrafterConfig` they fill."""
+    heads, method = config.heads, config.model.method
+    if method == "dflash2":
+        if hidden % heads.conv_group_size:
+            raise DSpineError(f"heads.conv_group_size {heads.conv_group_size} does not divide the hidden size {hidden}")
+        conv = ConvConfig(heads.conv_kernel_size, heads.conv_group_size)
+        return {"conv": conv, "selector": SelectorConfig(heads.selector_rank, config.model.top_k)}
+    if method == "domino":
+        return {"domino": DominoConfig(heads.gru_hidden_dim, heads.emb_dim, heads.shift_label)}
+    if method == "dspark":
+        with_markov = heads.confidence and heads.confidence_with_markov
+        return {"dspark": DSparkConfig(heads.markov_rank, heads.markov_head_type, heads.confidence, with_markov)}
+    return {}
 
 
 def _spread_taps(layers: int, target_layers: int) -> tuple[int, ...]:
@@ -137,9 +162,11 @@ def _from_drafter(config: TrainConfig, shape: DrafterConfig, target: FrozenTarge
 def new_model(config: TrainConfig, shape: DrafterConfig) -> DrafterModel:
     """Modules without meaningful weights."""
     model = DrafterModel(shape)
-    if config.run.recompute == "mlp":
-        for layer in model.layers:
+    for layer in model.layers:
+        if config.run.recompute == "mlp":
             layer.mlp = RecomputedMLP(shape)
+        if shape.conv is not None:
+            layer.attention_conv, layer.mlp_conv = TrainableConv(shape), TrainableConv(shape)
     return model
 
 
@@ -170,6 +197,7 @@ def initial_model(config: TrainConfig, shape: DrafterConfig, target: FrozenTarge
         assert space is not None
         _start_injection(model, space, generator)
         _freeze(config, model)
+    start_heads(model, generator)
     return model
 
 

@@ -32,7 +32,7 @@ from dspine_cuda.training.losses import LossSums, combine
 from dspine_cuda.training.meter import Meter
 from dspine_cuda.training.optimizer import MasterOptimizer
 from dspine_cuda.training.progress import progress_bar
-from dspine_cuda.training.schedules import alignment_beta, learning_rate, replacement_probability
+from dspine_cuda.training.schedules import alignment_beta, base_share, learning_rate, replacement_probability
 from dspine_cuda.training.step import LossForward
 from dspine_cuda.training.target import load_frozen_target, load_tokenizer
 
@@ -44,8 +44,15 @@ class Prefetcher:
     """Builds batches in a thread, in order. Yields (batch, stream position after it)."""
 
     def __init__(
-        self, config: TrainConfig, stream: RowStream, first_step: int, pin: bool, features: FeatureCache | None = None
+        self,
+        config: TrainConfig,
+        stream: RowStream,
+        first_step: int,
+        pin: bool,
+        features: FeatureCache | None = None,
+        query_rows: int = 0,
     ) -> None:
+        self._query_rows = query_rows
         self._config, self._stream, self._pin, self._features = config, stream, pin, features
         self._queue: queue.Queue[Any] = queue.Queue(PREFETCH)
         self._stop = threading.Event()
@@ -65,6 +72,7 @@ class Prefetcher:
                 seed=config.run.seed,
                 step=step,
                 states=None if self._features is None else self._features.gather(rows),
+                query_rows=self._query_rows,
             )
             self._put((batch.pin() if self._pin else batch, self._stream.position))
             step += 1
@@ -263,7 +271,8 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the end (or to a limit); returns a summary with the last acceptance and the exported folder."""
         schedule, run = self.config.schedule, self.config.run
-        prefetch = Prefetcher(self.config, self.stream, self.step, self.device.type == "cuda", self.features)
+        pin, rows = self.device.type == "cuda", self.shape.query_rows
+        prefetch = Prefetcher(self.config, self.stream, self.step, pin, self.features, rows)
         meter = Meter(self)
         try:
             with progress_bar(schedule.max_steps, run.progress and self.leader) as advance:
@@ -293,6 +302,7 @@ class Trainer:
         beta = alignment_beta(step, config.loss.alignment_weight, config.schedule)
         rate = learning_rate(step, config.optimizer.learning_rate, config.schedule)
         meter.count(batch)
+        self.forward.base_share = base_share(step, config.loss.base_share_end, config.schedule)
         whole = batch.to(self.device)
         weight = whole.weights.sum() if config.optimizer.normalize_over == "micro_batch" else None
         shares = self.ranks.share(whole, config.optimizer.micro_batches)

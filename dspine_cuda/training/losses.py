@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,39 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+class RowLosses(NamedTuple):
+    """ce, l1 [rows]; slope [rows, V]: gradient of alpha CE + (1 - alpha) l1 in the logits; the teacher's logits [rows, V] and
+    their normaliser [rows, 1]."""
+
+    ce: Tensor
+    l1: Tensor
+    slope: Tensor
+    teacher: Tensor
+    teacher_normalizer: Tensor
+
+
+def row_losses(logits: Tensor, teacher_logits: Tensor, index: Tensor | None, labels: Tensor, alpha: float) -> RowLosses:
+    """Cross-entropy and |q - p|_1 of every row: logits [rows, V], teacher_logits [positions, V] (index int [rows] or None).
+
+    With z the logits and s = sign(q - p): d CE = q - onehot, d l1 = q (s - <q, s>).
+    """
+    z = _wide(logits)
+    normalizer = torch.logsumexp(z, dim=-1, keepdim=True)
+    q = torch.exp(z - normalizer)
+    teacher_normalizer = torch.logsumexp(_wide(teacher_logits), dim=-1, keepdim=True)
+    if index is not None:  # blocks overlap: one position's logits serve every block that reaches it
+        teacher_logits, teacher_normalizer = teacher_logits[index], teacher_normalizer[index]
+    teacher = _wide(teacher_logits)
+    difference = q - torch.exp(teacher - teacher_normalizer)
+    sign = torch.sign(difference)
+    l1 = difference.abs().sum(dim=-1)
+    inner = (q * sign).sum(dim=-1, keepdim=True)
+    ce = (normalizer - z.gather(1, labels.unsqueeze(1))).squeeze(1)
+    onehot = torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0) == labels.unsqueeze(1)
+    slope = alpha * (q - onehot.to(q.dtype)) + (1.0 - alpha) * q * (sign - inner)
+    return RowLosses(ce, l1, slope, teacher, teacher_normalizer)
+
+
 def vocabulary_chunk(
     hidden: Tensor,
     teacher: Tensor,
@@ -64,28 +98,13 @@ def vocabulary_chunk(
     hidden [rows, H] and teacher [positions, H] final-normed; index int [rows]: the teacher's position of each row (None: they
     are the rows); head [V, H]; labels int [rows]; weights [rows]. Returns row CE, row l1 (unweighted), the gradient [rows, H]
     of the weighted sum, the top `count` ids, the teacher's probability of each.
-    With z the logits and s = sign(q - p): d CE = q - onehot, d l1 = q (s - <q, s>).
     """
     logits = hidden @ head.T
-    z = _wide(logits)
-    normalizer = torch.logsumexp(z, dim=-1, keepdim=True)
-    q = torch.exp(z - normalizer)
-    teacher_logits = teacher @ head.T
-    teacher_normalizer = torch.logsumexp(_wide(teacher_logits), dim=-1, keepdim=True)
-    if index is not None:  # blocks overlap: one position's logits serve every block that reaches it
-        teacher_logits, teacher_normalizer = teacher_logits[index], teacher_normalizer[index]
-    teacher_z = _wide(teacher_logits)
-    difference = q - torch.exp(teacher_z - teacher_normalizer)
-    sign = torch.sign(difference)
-    l1 = difference.abs().sum(dim=-1)
-    inner = (q * sign).sum(dim=-1, keepdim=True)
-    ce = (normalizer - z.gather(1, labels.unsqueeze(1))).squeeze(1)
-    onehot = torch.arange(head.shape[0], device=head.device).unsqueeze(0) == labels.unsqueeze(1)
-    slope = alpha * (q - onehot.to(q.dtype)) + (1.0 - alpha) * q * (sign - inner)
-    gradient = (weights.unsqueeze(1) * slope).to(hidden.dtype) @ head
+    loss = row_losses(logits, teacher @ head.T, index, labels, alpha)
+    gradient = (weights.unsqueeze(1) * loss.slope).to(hidden.dtype) @ head
     candidates = top_candidates(logits, count)
-    mass = torch.exp(teacher_z.gather(1, candidates) - teacher_normalizer)
-    return ce, l1, gradient, candidates, mass
+    mass = torch.exp(loss.teacher.gather(1, candidates) - loss.teacher_normalizer)
+    return loss.ce, loss.l1, gradient, candidates, mass
 
 
 def token_chunk(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,17 +147,18 @@ def refined_chunk(
 
 @dataclass(frozen=True)
 class ChunkKernels:
-    """The three chunk functions, compiled or not, and the chunk size."""
+    """The chunk functions, compiled or not, and the chunk size. `joint`: of the kinds with a trained head (`kinds.py`)."""
 
     chunk_rows: int
     vocabulary: Callable[..., tuple[Tensor, ...]] = vocabulary_chunk
     refined: Callable[..., tuple[Tensor, ...]] = refined_chunk
     token: Callable[..., tuple[Tensor, ...]] = token_chunk
+    joint: Callable[..., tuple[Tensor, ...]] | None = None
 
     def compiled(self) -> ChunkKernels:
         """The same under torch.compile."""
-        functions = (torch.compile(f, dynamic=False) for f in (self.vocabulary, self.refined, self.token))
-        return ChunkKernels(self.chunk_rows, *functions)
+        functions = (self.vocabulary, self.refined, self.token, self.joint)
+        return ChunkKernels(self.chunk_rows, *(None if f is None else torch.compile(f, dynamic=False) for f in functions))
 
 
 def teacher_chunks(
@@ -230,7 +250,8 @@ class LossSums:
     """Undivided weighted sums of one share of the batch (scalars; `main`, `refined_*`, `alignment` carry gradients).
 
     weight: sum of w; covered: sum of w over rows whose label is a candidate; heavy: over rows whose candidates hold
-    enough of the target's mass. `rows`: per-row terms, for tests and metrics.
+    enough of the target's mass. `rows`: per-row terms, for tests and metrics. head, head_count: the sum of a kind's own
+    loss (selector, confidence) and of the w it is over.
     """
 
     main: Tensor
@@ -243,12 +264,16 @@ class LossSums:
     covered: Tensor
     heavy: Tensor
     rows: dict[str, Tensor]
+    head: Tensor | None = None
+    head_count: Tensor | None = None
 
-    NAMES = ("ce", "l1", "refined_ce", "refined_l1", "alignment", "weight", "covered", "heavy")
+    NAMES = ("ce", "l1", "refined_ce", "refined_l1", "alignment", "weight", "covered", "heavy", "head", "head_count")
 
     def totals(self) -> Tensor:
-        """The detached sums in the order of NAMES, float32 [8]: what is added over micro-batches and ranks."""
-        return torch.stack([getattr(self, name).detach().float() for name in self.NAMES])
+        """The detached sums in the order of NAMES, float32 [10]: what is added over micro-batches and ranks."""
+        zero = torch.zeros((), device=self.weight.device)
+        sums = [getattr(self, name) for name in self.NAMES]
+        return torch.stack([zero if value is None else value.detach().float() for value in sums])
 
 
 def loss_sums(
@@ -290,6 +315,8 @@ def loss_sums(
         covered=covered,
         heavy=heavy,
         rows=rows,
+        head=zero,
+        head_count=zero,
     )
 
 
@@ -300,12 +327,13 @@ def token_alignment(layers: list[Tensor], head: Tensor, labels: Tensor, weights:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Factors on the sums, from global totals: main on CE and l1, refined ones apart, mean CE for lambda."""
+    """Factors on the sums, from global totals: main on CE and l1, refined ones and a kind's own apart, mean CE for lambda."""
 
     main: Tensor
     refined_ce: Tensor
     refined_l1: Tensor
     mean_ce: Tensor
+    head: Tensor
 
 
 def denominators(totals: Tensor, normalization: str) -> Denominators:
@@ -314,12 +342,12 @@ def denominators(totals: Tensor, normalization: str) -> Denominators:
     named = dict(zip(LossSums.NAMES, totals.unbind(), strict=True))
     if normalization == "shared":
         factor = 1.0 / named["weight"].clamp(min=1.0)
-        return Denominators(factor, factor, factor, named["ce"] * factor)
-    main, covered, heavy = (
+        return Denominators(factor, factor, factor, named["ce"] * factor, factor)
+    main, covered, heavy, head = (
         torch.where(named[name] > 0, 1.0 / torch.where(named[name] > 0, named[name], 1.0), 0.0)
-        for name in ("weight", "covered", "heavy")
+        for name in ("weight", "covered", "heavy", "head_count")
     )
-    return Denominators(main, covered, heavy, named["ce"] * main)
+    return Denominators(main, covered, heavy, named["ce"] * main, head)
 
 
 def combine(sums: LossSums, totals: Tensor, settings: LossSection, beta: Tensor | float) -> Tensor:
@@ -332,7 +360,8 @@ def combine(sums: LossSums, totals: Tensor, settings: LossSection, beta: Tensor 
         settings.alpha * factors.refined_ce * sums.refined_ce + (1.0 - settings.alpha) * factors.refined_l1 * sums.refined_l1
     )
     strength = beta * settings.alignment_scale * factors.mean_ce
-    return factors.main * sums.main + refined + strength * factors.main * sums.alignment
+    loss = factors.main * sums.main + refined + strength * factors.main * sums.alignment
+    return loss if sums.head is None else loss + settings.head_weight * factors.head * sums.head
 
 
 def cosine_alignment(units: list[Tensor], codes: Tensor, weights: Tensor) -> Tensor:

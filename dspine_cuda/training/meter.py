@@ -87,6 +87,7 @@ class Meter:
             "refined_l1": sums["refined_l1"] / max(sums["heavy"], 1e-12),
             "coverage": sums["covered"] / denominator,
             "alignment": sums["alignment"] / denominator / layers,
+            "head": sums["head"] / max(sums["head_count"], 1e-12),
             "learning_rate": self._last[0],
             "beta": self._last[1],
             "gradient_norm": norms.mean().item(),

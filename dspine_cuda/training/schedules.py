@@ -29,6 +29,11 @@ def alignment_beta(step: int, final: float, schedule: ScheduleSection) -> float:
     return final * min(1.0, step / (schedule.beta_warmup_steps or warmup_steps(schedule)))
 
 
+def base_share(step: int, end_ratio: float, schedule: ScheduleSection) -> float:
+    """Domino: share of the uncorrected output in the loss, 1 at step 0, linear to 0 at `end_ratio` of the run."""
+    return max(0.0, 1.0 - step / (end_ratio * schedule.max_steps))
+
+
 def replacement_probability(step: int, schedule: ScheduleSection) -> float:
     """Bernoulli p of the correct-predecessor curriculum: held, then linear to 0."""
     ratio = step / schedule.max_steps

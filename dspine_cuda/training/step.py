@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,15 @@ from dspine_cuda.training.forward import (
     readout_unit,
     refine_rows,
 )
+from dspine_cuda.training.kinds import (
+    KindOutputs,
+    confidence_loss,
+    extra_head,
+    joint_chunk,
+    joint_loss,
+    kind_outputs,
+    selector_loss,
+)
 from dspine_cuda.training.losses import ChunkKernels, LossSums, cosine_alignment, loss_sums, token_alignment
 from dspine_cuda.training.masks import document_mask
 from dspine_cuda.training.target import FrozenTarget
@@ -29,13 +39,14 @@ from dspine_cuda.training.target import FrozenTarget
 
 @dataclass(frozen=True)
 class DraftOutputs:
-    """Flat rows 1..M of every block: hidden and refined [rows, H]; alignment: weighted sum; layers: final-normed, for the
-    token ablation."""
+    """Flat proposal rows of every block: hidden and refined [rows, H]; alignment: weighted sum; layers: final-normed, for the
+    token ablation; own: what a kind's own parts made."""
 
     hidden: Tensor
     refined: Tensor | None
     alignment: Tensor | None
     layers: list[Tensor]
+    own: KindOutputs
 
 
 def draft_outputs(
@@ -52,7 +63,9 @@ def draft_outputs(
 ) -> DraftOutputs:
     """The drafter over a packed batch, up to what the losses read."""
     states = block_states(model, batch, features, embedding, masks, attention, rope, replaced)
-    hidden = states.hidden[:, :, 1:].flatten(0, 2)
+    rows = model.config.proposal_rows
+    own = kind_outputs(model, states.hidden[:, :, rows], predecessors(batch), embedding)
+    hidden = states.hidden[:, :, rows].flatten(0, 2)
     refined = alignment = None
     layers: list[Tensor] = []
     if model.injection is not None:
@@ -64,8 +77,8 @@ def draft_outputs(
             units = [readout_unit(h[:, :, 1:], weight) for h, weight in zip(states.layers, readouts, strict=True)]
             alignment = cosine_alignment(units, model.transfer_codes[batch.labels], batch.weights)
     if supervision == "token":
-        layers = [model.norm(h[:, :, 1:]).flatten(0, 2) for h in states.layers]
-    return DraftOutputs(hidden, refined, alignment, layers)
+        layers = [model.norm(h[:, :, rows]).flatten(0, 2) for h in states.layers]
+    return DraftOutputs(hidden, refined, alignment, layers, own)
 
 
 class LossForward:
@@ -85,7 +98,8 @@ class LossForward:
         self.masks = MaskBuilder(model.config.mask_rules(), attention)
         self.attention = pick_attention(attention, compiled)
         self.replaced = replaced and model.injection is not None
-        self.kernels = ChunkKernels(settings.chunk_rows)
+        self.kernels = ChunkKernels(settings.chunk_rows, joint=joint_chunk)
+        self.base_share = 0.0  # Domino: the uncorrected output's share of the loss; the trainer moves it
         self._draft = draft_outputs
         if compiled:
             self.kernels = self.kernels.compiled()
@@ -136,8 +150,11 @@ class LossForward:
         alignment = outputs.alignment
         if supervision == "token":
             alignment = token_alignment(outputs.layers, head, labels, weights, self.kernels)
+        if outputs.own.latent is not None:
+            return self._corrected(batch, outputs, last_hidden, labels, weights, alignment)
+        selector = self.model.config.selector
         top_k = 1 if self.model.config.dspine is None else self.model.config.dspine.top_k
-        return loss_sums(
+        sums = loss_sums(
             outputs.hidden,
             last_hidden,
             head,
@@ -147,6 +164,44 @@ class LossForward:
             alignment,
             settings,
             self.kernels,
-            top_k,
+            top_k if selector is None else selector.top_k,
             batch.teacher_index.flatten(1),
         )
+        own = None
+        if selector is not None:
+            successor = self.model.candidate_selector.successor_codebook
+            candidates = sums.rows["candidates"]
+            own = selector_loss(
+                outputs.own.context, successor, outputs.hidden, head, candidates, labels, weights, self.kernels
+            )  # fmt: skip
+        elif outputs.own.confidence is not None:
+            own = confidence_loss(outputs.own.confidence, sums.rows["l1"], weights)
+        return sums if own is None else dataclasses.replace(sums, head=own[0], head_count=own[1])
+
+    def _corrected(
+        self,
+        batch: Batch,
+        outputs: DraftOutputs,
+        last_hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        alignment: Tensor | None,
+    ) -> LossSums:
+        """Sums of a kind whose logits are corrected given the predecessors (Domino, DSpark)."""
+        head, extra, alpha = self.target.head_matrix, extra_head(self.model), self.settings.alpha
+        index, own = batch.teacher_index.flatten(1), outputs.own
+        main, ce, l1 = joint_loss(
+            outputs.hidden, own.latent, extra, last_hidden, index, head, labels, weights, alpha, self.kernels
+        )  # fmt: skip
+        zero = torch.zeros((), dtype=main.dtype, device=main.device)
+        if self.model.prefix_gru is not None and self.base_share > 0:
+            base = loss_sums(
+                outputs.hidden, last_hidden, head, labels, weights, None, None, self.settings, self.kernels, 1, index
+            )  # fmt: skip
+            main = (1.0 - self.base_share) * main + self.base_share * base.main
+        own_loss = (None, None) if own.confidence is None else confidence_loss(own.confidence, l1, weights)
+        return LossSums(
+            main=main, ce=(weights * ce).sum(), l1=(weights * l1).sum(), refined_ce=zero, refined_l1=zero,
+            alignment=zero if alignment is None else alignment, weight=weights.sum(), covered=zero, heavy=zero,
+            rows={"ce": ce, "l1": l1}, head=own_loss[0], head_count=own_loss[1],
+        )  # fmt: skip

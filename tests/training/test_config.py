@@ -29,7 +29,7 @@ def test_overrides_win_and_numbers_are_numbers(tmp_path) -> None:
     ("override", "message"),
     [
         ("run.typo=1", "unknown key run.typo .known: output_dir"),
-        ("modle.target=x", "unknown key modle .sections: model, data"),
+        ("modle.target=x", "unknown key modle .sections: model, heads, data"),
         ("schedule.max_steps=0", "schedule.max_steps: Input should be greater than or equal to 1 .got 0"),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate"),
         ("model.is_causal=false", "a DSpine drafter is block-causal"),
