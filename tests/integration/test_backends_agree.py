@@ -15,13 +15,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dspine.common.cli.main import main
-from tests.helpers.drafters import drafter_folder
+from tests.helpers.drafters import KINDS, drafter_folder
 from tests.helpers.models import VOCAB, greedy_reference, save_tiny
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """(target, DSpine drafter, DFlash drafter, prompt ids, transformers' greedy text)."""
+    """(target, folder of each kind of drafter, prompt ids, transformers' greedy text)."""
     root = tmp_path_factory.mktemp("pair")
     target = root / "target"
     model = save_tiny(target, "llama")
@@ -30,15 +30,16 @@ def folders(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w2").save_pretrained(target)
     head = model.lm_head.weight.detach().numpy().astype(np.float32)
-    drafters = [drafter_folder(root / method, method, 6, head, 5) for method in ("dspine", "dflash")]
+    drafters = {kind: drafter_folder(root / kind, kind, 6, head, 5) for kind in KINDS}
     prompt = [5, 9, 33, 60]
-    return target, *drafters, prompt, greedy_reference(model, torch.tensor([prompt]), 48)
+    return target, drafters, prompt, greedy_reference(model, torch.tensor([prompt]), 48)
 
 
-@pytest.mark.parametrize("method", ["dspine", "dflash"])
-def test_same_greedy_text_on_both_backends(folders, method, capsys, monkeypatch):
-    target, dspine, dflash, prompt, text = folders
-    drafter = dspine if method == "dspine" else dflash
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_greedy_text_on_both_backends(folders, kind, capsys, monkeypatch):
+    """Every kind of drafter, from files on disk; both backends propose, accept and emit the same."""
+    target, drafters, prompt, text = folders
+    drafter = drafters[kind]
     reports = {}
     for backend in ("torch", "mlx"):
         arguments = [
