@@ -49,6 +49,10 @@ class ServeOptions:
     default_max_tokens: Annotated[int, flag("Tokens of an answer where the request names no limit.", _LOAD)] = 512
     prefill_chunk: Annotated[int, flag("Prompt tokens read between two rounds.", _LOAD)] = 512
     prefix_cache: Annotated[int, flag("Prefix cache in MiB; 0 is off.", _LOAD)] = 256
+    prefix_grain: Annotated[int, flag("Prompt tokens computed together; prefixes are reused in whole grains.", _LOAD)] = 128
+    loose_prefix: Annotated[
+        bool, flag("Reuse answers too, not only prompts: faster turns, texts may part at near ties.", _LOAD, "--loose-prefix")
+    ] = False
     no_batch: Annotated[bool, flag("Sequences take turns instead of running as one batch.", _LOAD, "--no-batch")] = False
 
     acceptance: Annotated[Acceptance, flag("Acceptance rule above temperature 0.", _SPECULATE)] = Acceptance[AUTO]
@@ -102,6 +106,8 @@ def build_settings(options: ServeOptions) -> ServerSettings:
             max_queue=options.max_queue,
             prefill_chunk=options.prefill_chunk,
             prefix_bytes=options.prefix_cache * _MIB,
+            prefix_grain=options.prefix_grain,
+            exact_prefixes=not options.loose_prefix,
             batch=not options.no_batch,
         ),
     )

@@ -2,6 +2,11 @@
 
 The two parts are kept and dropped as one (case R4): a prefix without the drafter's part serves only requests that draft
 nothing. Sequences that are still running lend their rows too. Everything here runs on the worker's thread.
+
+Exact reuse: in bfloat16 the bits of a row depend on how many rows were computed with it, and one bit is enough to turn a near
+tie, so a warm answer could part from a cold one. Prompts are therefore read in chunks that end at multiples of `grain`, and
+only whole chunks of a prompt are reused: rows that a cold run would compute in the very same way. Rows of answers (verified
+block by block) are reused only with `exact=False`.
 """
 
 from __future__ import annotations
@@ -39,7 +44,8 @@ class PrefixCache:
     """Least recently used first out. Invariant: `nbytes` is the sum over entries and at most `limit`, before and after
     every call and while a new entry is being copied."""
 
-    def __init__(self, ops: PrefixOps | None, limit: int) -> None:
+    def __init__(self, ops: PrefixOps | None, limit: int, *, grain: int = 1, exact: bool = True) -> None:
+        self.grain, self.exact = grain if exact else 1, exact
         self._ops = ops if limit > 0 else None
         self.limit = limit if self._ops is not None else 0
         self._entries: list[Entry] = []  # oldest use first
@@ -60,11 +66,11 @@ class PrefixCache:
         drafts = loop.draft_cache is not None
         best, source = MIN_TOKENS - 1, None
         for entry in self._entries:
-            length = min(common_length(entry.tokens, wanted), most)
+            length = self._whole(min(common_length(entry.tokens, wanted), most))
             if length > best and (entry.drafts or not drafts):
                 best, source = length, entry
         for tokens, other in others:
-            length = min(common_length(tokens, wanted), most)
+            length = self._whole(min(common_length(tokens, wanted), self._lasting(other, len(tokens)), most))
             if length > best and (other.draft_cache is not None or not drafts):
                 best, source = length, other
         if source is None:
@@ -82,8 +88,15 @@ class PrefixCache:
 
     def keep(self, tokens: np.ndarray, loop: DecodingLoop) -> bool:
         """Keep the committed tokens of a loop (finished, or cancelled: never more than was committed)."""
+        tokens = tokens[: self._whole(self._lasting(loop, len(tokens)))]
         if self._ops is None or len(tokens) < MIN_TOKENS:
             return False
+        size = self._ops.nbytes(loop.cache, loop.draft_cache, len(tokens))
+        if size > self.limit:  # as much of it as there is room for
+            tokens = tokens[: self._whole(len(tokens) * self.limit // size)]
+            size = self._ops.nbytes(loop.cache, loop.draft_cache, len(tokens))
+            if size > self.limit or len(tokens) < MIN_TOKENS:
+                return False
         drafts = loop.draft_cache is not None
         for entry in list(self._entries):
             shared = common_length(entry.tokens, tokens)
@@ -93,14 +106,18 @@ class PrefixCache:
                 return True
             if shared == len(entry.tokens) and drafts >= entry.drafts:  # the new one says all that this one says
                 self._drop(entry)
-        size = self._ops.nbytes(loop.cache, loop.draft_cache, len(tokens))
-        if size > self.limit:
-            return False
         while self.nbytes + size > self.limit:
             self._drop(self._entries[0])
         self._entries.append(Entry(tokens, self._ops.save(loop.cache, loop.draft_cache, len(tokens)), size, drafts))
         self.nbytes += size
         return True
+
+    def _whole(self, length: int) -> int:
+        return length - length % self.grain
+
+    def _lasting(self, loop: DecodingLoop, committed: int) -> int:
+        """Committed tokens of a loop that may be reused."""
+        return min(committed, len(loop.prompt)) if self.exact else committed
 
     def _drop(self, entry: Entry) -> None:
         self._entries.remove(entry)

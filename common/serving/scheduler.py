@@ -34,13 +34,21 @@ FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, 
 @dataclass(frozen=True)
 class SchedulerSettings:
     """max_concurrency: sequences that run at once; max_queue: jobs that wait; prefill_chunk: prompt tokens read between two
-    rounds; prefix_bytes: limit of the prefix cache, 0 is off; batch: run several sequences as one batch where possible."""
+    rounds; prefix_bytes: limit of the prefix cache, 0 is off; prefix_grain, exact_prefixes: see `prefixes`; batch: run several
+    sequences as one batch where possible."""
 
     max_concurrency: int = 8
     max_queue: int = 64
     prefill_chunk: int = 512
     prefix_bytes: int = 256 * 2**20
+    prefix_grain: int = 128
+    exact_prefixes: bool = True
     batch: bool = True
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens that are computed together."""
+        return min(self.prefill_chunk, self.prefix_grain) if self.prefix_bytes and self.exact_prefixes else self.prefill_chunk
 
 
 class Scheduler:
@@ -154,7 +162,12 @@ class Scheduler:
             self.support = runtime.serving(self.engine.target, self.engine.drafter)
         else:
             self.support = ServingSupport(None, None, f"runtime {self.engine.runtime} runs one sequence at a time, in turns")
-        self.prefixes = PrefixCache(self.support.prefixes, self.settings.prefix_bytes)
+        self.prefixes = PrefixCache(
+            self.support.prefixes,
+            self.settings.prefix_bytes,
+            grain=self.settings.chunk,
+            exact=self.settings.exact_prefixes,
+        )
         if self.support.batcher is not None and self.settings.batch and self.settings.max_concurrency > 1:
             costs = measure_costs(self.engine, self.support.batcher, self.settings.max_concurrency)
             self._rounds = BatchRounds(self.engine, self.support.batcher, costs)
@@ -213,16 +226,15 @@ class Scheduler:
             self._remove(job, keep=True)
 
     def _read_prompts(self) -> None:
-        """Up to one chunk of prompt tokens in all; jobs that are reading take turns."""
+        """Up to `prefill_chunk` prompt tokens in all; jobs that are reading take turns."""
         budget = self.settings.prefill_chunk
         reading = [job for job in self._running if job.loop.reading_prompt]  # type: ignore[union-attr]
         self._turn += 1
         for job in reading[self._turn % len(reading) :] + reading[: self._turn % len(reading)] if reading else ():
-            if budget <= 0:
-                return
-            left = len(job.prompt) - job.loop.committed  # type: ignore[union-attr]
-            budget -= min(left, self.settings.prefill_chunk)
-            self._alone(job)
+            while budget > 0 and job in self._running and job.loop.reading_prompt:  # type: ignore[union-attr]
+                before = job.loop.committed  # type: ignore[union-attr]
+                self._alone(job)
+                budget -= max(job.loop.committed - before, 1)  # type: ignore[union-attr]
 
     def _alone(self, job: Job) -> None:
         """The next step of one sequence."""
@@ -269,13 +281,17 @@ class Scheduler:
         job.fail(error)
 
     def _remove(self, job: Job, *, keep: bool) -> None:
+        if keep and job.loop is not None:
+            try:
+                self.prefixes.keep(_tokens(job.loop), job.loop)
+            except FAILURES:  # out of memory, say: the answer is whole, the cache can be done without
+                logger.error("the prefix cache failed and was emptied", exc_info=True)
+                self.prefixes.clear()
+        if job.loop is not None:  # the caches go with it
+            job.loop.cache = job.loop.draft_cache = None
         with self._condition:
             if job in self._running:
                 self._running.remove(job)
-        if keep and job.loop is not None:
-            self.prefixes.keep(_tokens(job.loop), job.loop)
-        if job.loop is not None:  # the caches go with it
-            job.loop.cache = job.loop.draft_cache = None
 
     def _end_all(self, error: ApiError) -> None:
         with self._condition:

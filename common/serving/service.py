@@ -138,7 +138,7 @@ class Service:
             sampling=sampling,
             acceptance=acceptance,
             stop_ids=frozenset() if request.ignore_eos else self.stop_ids,
-            prefill_chunk=self.settings.scheduler.prefill_chunk,
+            prefill_chunk=self.settings.scheduler.chunk,
             top_logprobs=request.top,
         )
 

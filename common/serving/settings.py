@@ -34,6 +34,7 @@ class ServerSettings:
             ("--max-concurrency", self.scheduler.max_concurrency, 1, 256),
             ("--max-queue", self.scheduler.max_queue, 0, 100_000),
             ("--prefill-chunk", self.scheduler.prefill_chunk, 1, 2**20),
+            ("--prefix-grain", self.scheduler.prefix_grain, 1, 2**20),
             ("--default-max-tokens", self.default_max_tokens, 1, 2**31),
             ("--max-body", self.max_body_bytes, 1024, 2**31),
             ("--port", self.port, 0, 65535),

@@ -62,7 +62,7 @@ def make(registry, tmp_path):
 
     def build(slow=0.0, draft=True, **settings):
         engine = toy_engine(tmp_path / "model", slow=slow, draft=draft)
-        settings = {"prefill_chunk": 8, "prefix_bytes": 0} | settings
+        settings = {"prefill_chunk": 8, "prefix_bytes": 0, "prefix_grain": 8} | settings
         scheduler = Scheduler(lambda: engine, SchedulerSettings(**settings), Metrics())
         scheduler.start()
         made.append(scheduler)
@@ -77,6 +77,10 @@ def finish(scheduler, jobs):
     scheduler.submit(jobs)
     assert all(job.sink.done.wait(60) for job in jobs)
     return [job.sink for job in jobs]
+
+
+def whole(length, grain=8):
+    return length - length % grain
 
 
 TEXTS = [f"request {i} says {'ab' * (3 * i)}" for i in range(6)]
@@ -245,7 +249,7 @@ def test_r4_warm_drafts_equal_cold_ones(make):
     finish(warm, [make_job(warm.engine, "something else in the slot first, long enough")])
     finish(warm, [make_job(warm.engine, text + "first")])
     got = finish(warm, [make_job(warm.engine, text + "second")])[0]
-    assert got.tokens == wanted.tokens and got.updates[-1].stats.cached_tokens == len(text)
+    assert got.tokens == wanted.tokens and got.updates[-1].stats.cached_tokens == whole(len(text)) > 40
     shape = [(update.drafted, update.accepted) for update in got.updates]
     assert shape == [(update.drafted, update.accepted) for update in wanted.updates]
     # a prefix without the drafter's part serves plain requests only
@@ -262,7 +266,18 @@ def test_r11_nothing_of_another_conversation(make):
     finish(scheduler, [make_job(scheduler.engine, system + "remember MANGO")])
     got = finish(scheduler, [make_job(scheduler.engine, system + "hi")])[0]
     assert got.tokens == finish(cold, [make_job(cold.engine, system + "hi")])[0].tokens
-    assert got.updates[-1].stats.cached_tokens == len(system)
+    assert got.updates[-1].stats.cached_tokens == whole(len(system)) > 0
+
+
+def test_answers_are_reused_only_where_that_was_asked_for(make):
+    for exact in (True, False):
+        scheduler = make(max_concurrency=1, prefix_bytes=10**6, exact_prefixes=exact)
+        first = finish(scheduler, [make_job(scheduler.engine, "a first turn", max_tokens=20)])[0]
+        again = make_job(scheduler.engine, "a first turn" + first.text + " and more")
+        length = len("a first turn" + first.text) - 1  # the newest token was not in the caches
+        assert finish(scheduler, [again])[0].updates[-1].stats.cached_tokens == (
+            whole(len("a first turn")) if exact else length
+        )
 
 
 def test_running_sequences_lend_their_prefix(make):
@@ -272,7 +287,7 @@ def test_running_sequences_lend_their_prefix(make):
     while not first.sink.updates:
         time.sleep(0.001)
     second = finish(scheduler, [make_job(scheduler.engine, "shared beginning of some length: two")])[0]
-    assert second.updates[-1].stats.cached_tokens == len("shared beginning of some length: ")
+    assert second.updates[-1].stats.cached_tokens == whole(len("shared beginning of some length: ")) > 0
     assert not first.sink.done.is_set() or len(first.sink.tokens) == 150
 
 
@@ -286,10 +301,10 @@ def test_m2_byte_limit_on_every_path(make, limit):
         if turn % 5 == 4:
             job.sink.hook = lambda sink, job=job: scheduler.cancel([job])
             scheduler.submit([job])
-            while scheduler.occupancy != (0, 0):
-                time.sleep(0.001)
         else:
             finish(scheduler, [job])
+        while scheduler.occupancy != (0, 0):
+            time.sleep(0.001)
         entries = scheduler.prefixes._entries
         held = sum(8 * len(part) for entry in entries for part in entry.saved if part is not None)
         assert held == scheduler.prefixes.nbytes <= limit

@@ -226,6 +226,7 @@ def toy_engine(folder: Path, *, draft: bool = True, slow: float = 0.0, template:
 
 def toy_settings(**changes: Any) -> ServerSettings:
     scheduler = {name: changes.pop(name) for name in list(changes) if name in SchedulerSettings.__dataclass_fields__}
+    scheduler = {"prefix_grain": 8} | scheduler
     return ServerSettings(**{"names": ("toy",), "port": 0, "scheduler": SchedulerSettings(**scheduler), **changes})
 
 
