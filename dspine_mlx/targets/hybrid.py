@@ -76,7 +76,7 @@ class HybridTarget(PlainTarget):
 
     def make_cache(self, capacity: int) -> HybridCache:
         """Empty cache: K/V of the attention layers only, states of the others; room for `capacity` tokens."""
-        return HybridCache([KVCache() for _ in self.attention_ids], capacity, 0, 0, self.attention_ids, tuple(self.gdn))
+        return HybridCache(self.new_kv(), capacity, 0, 0, self.attention_ids, tuple(self.gdn))
 
     def prefill(self, cache: HybridCache, tokens: mx.array, *, chunk: int) -> Prefill:
         """tokens int [B, T] in pieces of `chunk`, each computed before the next, so that activations stay bounded."""

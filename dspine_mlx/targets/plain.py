@@ -110,6 +110,12 @@ class PlainTarget:
                 f"{self.info.name}: kv_bits needs heads of a multiple of kv_group_size {options.kv_group_size}, they have "
                 f"{facts}; try another of 32, 64, 128, or drop kv_bits"
             )
+        early = getattr(self, "stops_at_router", False) and 0 in getattr(self, "attention_ids", ())
+        if options.max_kv_size is not None and early:
+            raise DSpineError(
+                f"{self.info.name}: max_kv_size needs a layer 0 without attention where a router follows it: its rows are "
+                "written before the block's length is known; drop max_kv_size"
+            )
         before, self.cache_options = self.cache_options, options
         try:
             wanted = [type(layer) for layer in self.new_kv()]

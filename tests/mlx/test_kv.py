@@ -6,12 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from dspine.common.decoding import DecodingParams, decode
 from dspine.common.errors import DSpineError
 from dspine.common.memory import CacheOptions
 from dspine_mlx import kv
+from dspine_mlx.caches import TargetCache
 from dspine_mlx.drafter import load_drafter
 from dspine_mlx.kv import WindowKV
 from tests.helpers.drafters import Prompted
@@ -176,11 +177,36 @@ def test_sliding_families_that_nobody_checked():
         toy_target("gemma3_text", sliding_window=4, sliding_window_pattern=2)
 
 
-def test_adapters_without_the_options_say_so():
-    target = hybrid_target("qwen3_5", head_dim=64)
-    try:
+def test_adapters_without_the_options_say_so(monkeypatch):
+    target = toy_target("qwen3", head_dim=64)
+    monkeypatch.setattr(target, "make_cache", lambda capacity: TargetCache([KVCache() for _ in range(4)], capacity))
+    with pytest.raises(DSpineError, match="keeps plain K/V only"):
         target.use_cache_options(CacheOptions(kv_bits=8))
-    except DSpineError as error:
-        assert "keeps plain K/V only" in str(error) and target.cache_options == CacheOptions()
-    else:
-        assert {type(layer) for layer in target.make_cache(4).layers} == {QuantizedKVCache}
+    assert target.cache_options == CacheOptions()
+
+
+def test_attention_before_a_router_and_limited_sizes():
+    with pytest.raises(DSpineError, match="max_kv_size needs a layer 0 without attention"):
+        hybrid_target("qwen3_moe").use_cache_options(CacheOptions(max_kv_size=16))
+
+
+# -- hybrids -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_moe"])
+def test_q3_quantised_kv_of_hybrids(kind, tmp_path):
+    target = hybrid_target(kind, head_dim=64)
+    target.use_cache_options(CacheOptions(kv_bits=8))
+    cache = [QuantizedKVCache(64, 8) if isinstance(c, KVCache) else c for c in make_prompt_cache(target.model)]
+    text = mlx_lm_text(target, 60, prompt_cache=cache, prefill_step_size=4)
+    assert speculated(target, text, tmp_path)[:40] == text[:40]
+
+
+def test_limited_kv_of_hybrids(small_slack, tmp_path):
+    """Drafts change nothing; the limit does (mlx-lm has none for these models)."""
+    target = hybrid_target("qwen3_5_moe")
+    whole = mlx_lm_text(target, 60)
+    target.use_cache_options(CacheOptions(max_kv_size=12))
+    params = DecodingParams(max_tokens=COUNT + 8, break_even=0.0, prefill_chunk=4)
+    text = [event.token for event in decode(target, None, PROMPT, params)]
+    assert speculated(target, text, tmp_path)[:COUNT] == text[:COUNT] and text[:60] != whole
