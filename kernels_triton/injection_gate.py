@@ -14,7 +14,7 @@ from dspine.common.injection import InjectionWeights
 from dspine.kernels_triton import _launch
 from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, expect_shape, multiply, narrow, sigmoid
 
-ROWS, COLUMNS, STEP, WARPS = 16, 16, 128, 4
+ROWS, COLUMNS, STEP, WARPS = 16, 16, 128, 2
 
 
 @triton.jit

@@ -31,16 +31,20 @@ from tests.triton.test_draft import weights
 FILES = {path.stem for path in Path(next(iter(kernels_triton.__path__))).glob("*.py") if not path.stem.startswith("_")}
 
 
+# Attention and experts on MLX are the library's own; packed weights are MLX's layout.
+TRITON_ONLY, METAL_ONLY = {"block_attention", "routed_experts"}, {"gathered_rows", "quantized_rows"}
+
+
 def test_both_backends_have_the_same_files():
     metal = {path.stem for path in Path(next(iter(kernels_metal.__path__))).glob("*.py") if not path.stem.startswith("_")}
-    assert metal == FILES
+    assert metal - METAL_ONLY == FILES - TRITON_ONLY
 
 
 def test_every_operation_registers():
     for name in FILES:
         module = __import__(f"dspine.kernels_triton.{name}", fromlist=["register"])
         module.register()
-    for name in OPERATIONS:
+    for name in set(OPERATIONS) - METAL_ONLY:
         kernel = registered_kernel(name, "torch", "cuda")
         assert kernel is not None and kernel.supports is not None and kernel.name == f"triton {name}"
 
