@@ -19,8 +19,9 @@ import numpy as np
 from dspine.common.configs import CONDITIONAL
 from dspine.common.errors import DSpineError
 from dspine.common.tokenizer import Tokenizer, encode_prompt
+from dspine_cuda.training.cached_generator import generator_for
 from dspine_cuda.training.files import write_whole
-from dspine_cuda.training.generator import BatchGenerator, Job
+from dspine_cuda.training.generator import Job
 from dspine_cuda.training.intervals import acceptance_interval
 from dspine_cuda.training.loops import cut_loop
 from dspine_cuda.training.prompts import Prompt, read_prompts
@@ -92,7 +93,7 @@ def write_texts(
         if not fitting:
             break
         longest = max(len(ids) for ids in fitting.values())
-        generator = BatchGenerator(
+        generator = generator_for(
             target,
             capacity=longest + max_tokens,
             batch=None if batch is None else min(batch, len(fitting)),

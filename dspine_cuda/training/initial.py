@@ -17,9 +17,10 @@ from dspine.common.models import resolve_draft
 from dspine_cuda.drafter import DrafterModel, DraftMLP
 from dspine_cuda.training.config import TrainConfig
 from dspine_cuda.training.export import TransferSpace, transfer_space_from, transfer_space_of
+from dspine_cuda.training.hybrid_target import HYBRID_FAMILIES
 from dspine_cuda.training.kinds import TrainableConv, start_heads
 from dspine_cuda.training.schedules import warmup_steps
-from dspine_cuda.training.target import DENSE_FAMILIES, FrozenTarget, TargetShape
+from dspine_cuda.training.target import FrozenTarget, TargetShape
 
 RANDOM_STD = 0.02
 HEAD_NORM_START = 2.0  # q/k norm weights where the target has none
@@ -221,7 +222,7 @@ def _start_injection(model: DrafterModel, space: TransferSpace, generator: torch
 def _from_target(model: DrafterModel, target: FrozenTarget, generator: torch.Generator) -> None:
     """Attention, MLP and norms of the target's last layers; the context enters as the last tap's features."""
     shape, source = model.config, target.shape
-    if source.model_type not in DENSE_FAMILIES:
+    if source.model_type in HYBRID_FAMILIES:
         raise DSpineError(f"model.init=target copies dense decoder layers, a {source.model_type} target has none: use random")
     first = source.num_layers - shape.num_layers
     ours = (shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim)
@@ -231,7 +232,10 @@ def _from_target(model: DrafterModel, target: FrozenTarget, generator: torch.Gen
             f"model.init=target copies the target's last {shape.num_layers} layers, but inner size, heads, K/V heads and head "
             f"size are {ours} in the drafter and {theirs} in a target of {source.num_layers} layers; use model.init=random"
         )
-    weights = {name: tensor.float().cpu() for name, tensor in target.weights.items() if not name.startswith("embed")}
+    norms = [f"layers.{first + i}.input_layernorm.weight" for i in range(shape.num_layers)]
+    _check_weights(target, [*norms, "norm.weight"])
+    used = tuple(f"layers.{first + i}." for i in range(shape.num_layers))
+    weights = {name: tensor.float().cpu() for name, tensor in target.weights.items() if name.startswith((*used, "norm."))}
     with torch.no_grad():
         for index, layer in enumerate(model.layers):
             for name, parameter in layer.named_parameters():
@@ -240,11 +244,19 @@ def _from_target(model: DrafterModel, target: FrozenTarget, generator: torch.Gen
                     parameter.copy_(stored)
                 elif name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
                     parameter.fill_(HEAD_NORM_START)
-        norms = [weights[f"layers.{first + i}.input_layernorm.weight"] for i in range(shape.num_layers)]
-        model.hidden_norm.weight.copy_(torch.stack(norms).mean(dim=0))
+        model.hidden_norm.weight.copy_(torch.stack([weights[name] for name in norms]).mean(dim=0))
         model.norm.weight.copy_(weights["norm.weight"])
         nn.init.normal_(model.fc.weight, std=FC_STD, generator=generator)
         model.fc.weight[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
+
+
+def _check_weights(target: FrozenTarget, names: list[str]) -> None:
+    gone = [name for name in names if name not in target.weights]
+    if gone:
+        raise DSpineError(
+            f"model.init=target copies the target's last layers, but {target.info.model_type} has no {gone[0]}; use "
+            f"model.init=random"
+        )
 
 
 def state_arrays(model: DrafterModel, masters: dict[str, Tensor]) -> dict[str, object]:

@@ -18,6 +18,7 @@ import numpy as np
 from dspine.common.errors import DSpineError
 from dspine.common.models import resolve_model
 from dspine.common.tokenizer import encode_prompt, load_tokenizer
+from dspine_cuda.training.cached_generator import CachedGenerator, generator_for
 from dspine_cuda.training.data import load_conversations
 from dspine_cuda.training.files import write_json, write_jsonl, write_shard
 from dspine_cuda.training.generator import Answer, BatchGenerator, Job
@@ -84,7 +85,7 @@ class Recipe:
         self._claim_folder()
         self.folder = resolve_model(settings.model)
         self.tokenizer = load_tokenizer(self.folder)
-        self._generators: dict[tuple[int, frozenset[int]], BatchGenerator] = {}
+        self._generators: dict[tuple[int, frozenset[int]], BatchGenerator | CachedGenerator] = {}
         self._target: Any = None
 
     def _claim_folder(self) -> None:
@@ -241,7 +242,7 @@ class Recipe:
     def _vocab_size(self) -> int:
         return self._load().info.vocab_size
 
-    def _generator(self, capacity: int, stops: frozenset[int]) -> BatchGenerator:
+    def _generator(self, capacity: int, stops: frozenset[int]) -> BatchGenerator | CachedGenerator:
         """One at a time: each holds a cache of the size of the device."""
         context = self._load().info.context_length
         if capacity > context:
@@ -252,7 +253,7 @@ class Recipe:
         key = (capacity, stops)
         if key not in self._generators:
             self._generators.clear()
-            self._generators[key] = BatchGenerator(
+            self._generators[key] = generator_for(
                 self._load(), capacity=capacity, batch=self.batch, stop_ids=stops, seed=self.settings.seed
             )
         return self._generators[key]

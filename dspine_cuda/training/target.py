@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from dspine.common.rope import rope_tables
 from dspine_cuda.drafter import rotate
 from dspine_cuda.training.hybrid_model import read_shape
 from dspine_cuda.training.hybrid_target import HYBRID_FAMILIES, HybridFrozenTarget, hybrid_facts, load_hybrid_target
+
+if TYPE_CHECKING:
+    from dspine_cuda.training.generic_target import GenericFrozenTarget
 
 DENSE_FAMILIES = ("llama", "qwen3")
 FAMILIES = (*DENSE_FAMILIES, *HYBRID_FAMILIES)
@@ -216,8 +219,18 @@ class FrozenTarget:
         return self.head_matrix.float().cpu().numpy()
 
 
-def load_frozen_target(folder: Path, device: torch.device, dtype: torch.dtype) -> FrozenTarget | HybridFrozenTarget:
-    """Load a target folder for training."""
+def load_frozen_target(
+    folder: Path, device: torch.device, dtype: torch.dtype
+) -> FrozenTarget | HybridFrozenTarget | GenericFrozenTarget:
+    """Load a target folder for training: by the trainer's own forward where it knows the family, else by `transformers`."""
+    data = read_config(folder)
+    family, rope = data.get("model_type"), data.get("rope_parameters") or data.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if family not in FAMILIES or (family not in HYBRID_FAMILIES and kind != "default"):
+        from dspine_cuda.training.generic_target import GenericFrozenTarget
+
+        reason = f"model type {family!r}" if family not in FAMILIES else f"rotary embedding {kind!r}"
+        return GenericFrozenTarget(folder, device, dtype, reason)
     shape = target_shape(folder)
     if shape.model_type in HYBRID_FAMILIES:
         return load_hybrid_target(folder, shape, device, dtype)
