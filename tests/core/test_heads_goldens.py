@@ -17,6 +17,7 @@ from dspine.common.draft_heads import (
     markov_walk,
     selector_lattice,
 )
+from dspine.common.masks import FULL, SLIDING, mask_rule
 from dspine.common.transition import path_walk, path_walk_sampled
 from tests.helpers.goldens import assert_golden, golden_arrays
 
@@ -127,3 +128,21 @@ def test_convolution_of_speculators(taps):
     first, second = conv_kernels(HIDDEN, linear(f"{name}/kernel_projection", bias=False), taps)
     assert_golden(grouped_conv(HIDDEN, first, base[0]), ARRAYS[f"{name}/prepared"], "side 0")
     assert_golden(grouped_conv(HIDDEN[..., ::-1], second, base[1]), ARRAYS[f"{name}/finished"], "side 1")
+
+
+def visible(rule):
+    """The rule over the goldens' grid: 6 rows behind an anchor at 9, 12 context tokens, the block's own keys."""
+    offsets = np.arange(6)
+    context = rule.context(offsets[:, None], 9, np.arange(12)[None, :])
+    block = rule.block(offsets[:, None], offsets[None, :])
+    return np.concatenate([np.broadcast_to(context, (6, 12)), np.broadcast_to(block, (6, 6))], axis=1)
+
+
+@pytest.mark.parametrize("window", [None, 3, 8])
+def test_masks_of_specforge_and_speculators(window):
+    kind = FULL if window is None else SLIDING
+    for method in ("domino", "dspark"):
+        np.testing.assert_array_equal(visible(mask_rule(method, kind, None, window)), ARRAYS[f"mask/specforge_{window}"])
+    for whole in (False, True):  # their `sliding_window_non_causal`
+        rule = mask_rule("dflash", kind, False if whole else None, window, anchored=True)
+        np.testing.assert_array_equal(visible(rule), ARRAYS[f"mask/speculators_{window}_{whole}"])

@@ -135,6 +135,26 @@ def dflash2(wheels: Path, out: Arrays) -> None:
         out |= state(f"conv_{taps}", conv)
 
 
+def masks(wheels: Path, out: Arrays) -> None:
+    """Block rows [6] against 12 context tokens and the block's keys, one block behind an anchor at 9; windows 3 and 8."""
+    from torch.nn.attention.flex_attention import or_masks
+
+    forge = borrow(wheels / "specforge/specforge/algorithms/common/dflash_family_model.py", "create_dflash_sdpa_mask")
+    other = borrow(
+        wheels / "speculators/speculators/models/dflash/attention.py", "create_anchor_block_mask_mod", or_masks=or_masks
+    )
+    anchor, zero, length, block = torch.tensor([[9]]), torch.tensor(0), 12, 6
+    rows, keys = torch.arange(block)[:, None], torch.arange(length + block)[None, :]
+    for window in (None, 3, 8):
+        made = forge["create_dflash_sdpa_mask"](anchor, torch.ones(1, 1, dtype=torch.bool), length, block, "cpu", window)
+        out[f"mask/specforge_{window}"] = made[0, 0]
+        for whole in (False, True):
+            mod, _, _ = other["create_anchor_block_mask_mod"](
+                torch.zeros(length, dtype=torch.long), length, anchor[0], block, window, whole
+            )
+            out[f"mask/speculators_{window}_{whole}"] = mod(zero, zero, rows, keys)
+
+
 def main() -> None:
     wheels, folder = Path(sys.argv[1]), Path(sys.argv[2])
     generator = torch.Generator().manual_seed(20)
@@ -144,7 +164,7 @@ def main() -> None:
         "previous": torch.randint(0, V, (B, M), generator=generator, dtype=torch.int32),
     }
     with torch.no_grad():
-        for part in (markov, domino, dflash2):
+        for part in (markov, domino, dflash2, masks):
             part(wheels, out)
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {name: t.int().numpy() if t.dtype is torch.int64 else t.numpy() for name, t in out.items()}
