@@ -8,7 +8,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from dspine.common import arrays, gdn, transition
+from dspine.common import arrays, gdn, signals, transition
 from dspine.common.registry import register_device, register_kernel
 from dspine_cuda import cpu_gdn, cpu_ops
 
@@ -44,6 +44,15 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return x.gather(-1, picks), picks
 
 
+def top_k_cpu(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`top_k` on the CPU, where a read costs nothing: plain `torch.topk`, and the keys only where two of the k + 1 largest
+    values of a row are equal (or not a number)."""
+    values, ids = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
+    if bool((values[..., 1:] < values[..., :-1]).all()):
+        return values[..., :k], ids[..., :k]
+    return top_k(x, k)
+
+
 def _supports_top_k(x: Tensor, k: int) -> bool:
     return x.dtype in _KEYED and 0 < k <= x.shape[-1]
 
@@ -51,14 +60,15 @@ def _supports_top_k(x: Tensor, k: int) -> bool:
 def register() -> None:
     """Tell the core about torch's devices and kernels (idempotent)."""
     register_device("torch", lambda array: array.device.type)
-    for device in ("cpu", "cuda"):
+    for device, function in (("cpu", top_k_cpu), ("cuda", top_k)):
         name = arrays.top_k.__name__
         register_kernel(
-            name, namespace="torch", device=device, function=top_k, name="torch.topk over keys", supports=_supports_top_k
+            name, namespace="torch", device=device, function=function, name="torch.topk over keys", supports=_supports_top_k
         )
     on_cpu = (
         (transition.transition_scores, cpu_ops.transition_scores, cpu_ops.on_cpu_in_half),
         (transition.path_walk, cpu_ops.path_walk, None),
+        (signals.draft_signals, cpu_ops.draft_signals, None),
         (gdn.gdn_inputs, cpu_gdn.gdn_inputs, cpu_gdn.supports_inputs),
         (gdn.gdn_verify, cpu_gdn.gdn_verify, cpu_gdn.supports_verify),
         (gdn.gdn_commit, cpu_gdn.gdn_commit, cpu_gdn.supports_commit),
