@@ -29,7 +29,7 @@ class ModelSection(_Section):
     num_layers: int = Field(5, ge=1)
     block_size: int = Field(8, ge=2)  # rows, the anchor included
     taps: tuple[int, ...] | None = None  # 0-based target layers whose OUTPUT is read; None: spread as DFlash spreads them
-    mask_token_id: int = Field(ge=0)
+    mask_token_id: int | None = Field(None, ge=0)  # None: the tokenizer's mask token, else an id that the data never uses
     is_causal: bool | None = None  # all but dspine: block-causal or not; None is bidirectional (full attention)
     intermediate_size: int | None = Field(None, ge=1)
     num_heads: int | None = Field(None, ge=1)

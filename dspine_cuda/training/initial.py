@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -11,11 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from dspine.common.checkpoints import DraftTensors, expected_tensors
 from dspine.common.configs import DrafterConfig, DSpineConfig, load_drafter_config
 from dspine.common.draft_cards import ConvConfig, DominoConfig, DSparkConfig, SelectorConfig
-from dspine.common.errors import DSpineError
+from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.masks import FULL, SLIDING
 from dspine.common.models import resolve_draft
+from dspine.common.tokenizer import load_tokenizer
 from dspine_cuda.drafter import DrafterModel, DraftMLP
 from dspine_cuda.training.config import TrainConfig
+from dspine_cuda.training.data import Conversation
 from dspine_cuda.training.export import TransferSpace, transfer_space_from, transfer_space_of
 from dspine_cuda.training.hybrid_target import HYBRID_FAMILIES
 from dspine_cuda.training.kinds import TrainableConv, start_heads
@@ -28,15 +33,42 @@ _SIZES = ("method", "hidden_size", "intermediate_size", "num_layers", "num_heads
 FC_STD = 0.01  # with the identity on the last tap: all taps together then add about 0.3 of it on SmolLM2
 
 
-def drafter_config(config: TrainConfig, target: TargetShape) -> DrafterConfig:
-    """The drafter's card: what the config leaves out is the target's own."""
+def choose_mask_token(folder: Path, conversations: Sequence[Conversation], vocab_size: int) -> int:
+    """A token id for the empty rows of a block: the tokenizer's mask token, the first id behind its words where the embedding
+    is longer, else the highest ordinary id that occurs nowhere in the data."""
+    taken: set[int] = set()
+    try:
+        tokenizer = load_tokenizer(folder)
+    except CheckpointError:  # data of token ids needs no tokenizer
+        tokenizer = None
+    if tokenizer is not None:
+        mask, size = tokenizer.backend.mask_token_id, len(tokenizer.backend)
+        if mask is not None and mask < vocab_size:
+            return int(mask)
+        if size < vocab_size:
+            return size
+        taken = set(tokenizer.stop_ids | tokenizer.special_ids)
+    used = np.zeros(vocab_size, dtype=bool)
+    for conversation in conversations:
+        used[conversation.tokens] = True
+    free = [int(i) for i in np.flatnonzero(~used) if int(i) not in taken]
+    if not free:
+        raise DSpineError("every token id of the target occurs in the data: choose one with model.mask_token_id")
+    return free[-1]
+
+
+def drafter_config(config: TrainConfig, target: TargetShape, mask_token: int | None = None) -> DrafterConfig:
+    """The drafter's card: what the config leaves out is the target's own. mask_token: where the config names none."""
     model, schedule = config.model, config.schedule
     taps = model.taps or _spread_taps(model.num_layers, target.num_layers)
     wrong = [tap for tap in taps if not 0 <= tap < target.num_layers]
     if wrong:
         raise DSpineError(f"model.taps {wrong} out of range: the target has layers 0..{target.num_layers - 1}")
-    if model.mask_token_id >= target.vocab_size:
-        raise DSpineError(f"model.mask_token_id {model.mask_token_id} is not below the target's vocabulary {target.vocab_size}")
+    mask_token = model.mask_token_id if model.mask_token_id is not None else mask_token
+    if mask_token is None:
+        raise DSpineError("model.mask_token_id is missing, and there is no data to choose it from")
+    if mask_token >= target.vocab_size:
+        raise DSpineError(f"model.mask_token_id {mask_token} is not below the target's vocabulary {target.vocab_size}")
     dspine = None
     if model.injected:
         if model.transfer_rank > min(target.hidden_size, target.vocab_size - 1):
@@ -72,7 +104,7 @@ def drafter_config(config: TrainConfig, target: TargetShape) -> DrafterConfig:
         vocab_size=target.vocab_size,
         max_position_embeddings=target.max_position_embeddings,
         block_size=model.block_size,
-        mask_token_id=model.mask_token_id,
+        mask_token_id=mask_token,
         num_target_layers=target.num_layers,
         target_layer_ids=tuple(taps),
         rope=target.rope,

@@ -22,12 +22,12 @@ from dspine_cuda.drafter import TorchDrafter
 from dspine_cuda.training.batches import Batch, make_batch
 from dspine_cuda.training.checkpointing import load_latest, save_checkpoint, trim_metrics
 from dspine_cuda.training.config import TrainConfig, complete_fingerprint
-from dspine_cuda.training.data import RowStream, load_conversations, split_holdout
+from dspine_cuda.training.data import Conversation, RowStream, load_conversations, split_holdout
 from dspine_cuda.training.devices import pick_device
 from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
 from dspine_cuda.training.export import export_drafter
 from dspine_cuda.training.feature_cache import FeatureCache
-from dspine_cuda.training.initial import drafter_config, starting_model, state_arrays
+from dspine_cuda.training.initial import choose_mask_token, drafter_config, starting_model, state_arrays
 from dspine_cuda.training.losses import LossSums, combine
 from dspine_cuda.training.meter import Meter
 from dspine_cuda.training.optimizer import MasterOptimizer
@@ -204,15 +204,16 @@ class Trainer:
         folder = resolve_model(config.model.target)
         dtype = getattr(torch, run.dtype)
         self.target = load_frozen_target(folder, self.device, dtype)
-        self.shape = drafter_config(config, self.target.shape)
+        conversations = self._conversations(folder)
+        vocab, chosen = self.target.shape.vocab_size, config.model.mask_token_id
+        mask_token = choose_mask_token(folder, conversations, vocab) if chosen is None else chosen
+        self.shape = drafter_config(config, self.target.shape, mask_token)
         self.model, space = starting_model(config, self.shape, self.target)
         self.basis = None if space is None else space.basis
         self.model = self.model.to(self.device, dtype).eval()
         self.optimizer = MasterOptimizer(self.model, config.optimizer)
         self.forward = self._make_forward()
-        train, self.held_out = split_holdout(
-            load_conversations(config.data.path, lambda: load_tokenizer(folder)), config.data.holdout
-        )
+        train, self.held_out = split_holdout(conversations, config.data.holdout)
         self.step, position, self.elapsed = 0, (0, 0), 0.0
         if state is not None:
             self.step, position, self.elapsed = state["step"], tuple(state["position"]), state["elapsed"]
@@ -229,6 +230,17 @@ class Trainer:
     @property
     def leader(self) -> bool:
         return self.ranks.rank == 0
+
+    def _conversations(self, folder: Path) -> list[Conversation]:
+        """All data; ids outside the target's vocabulary are an error."""
+        conversations = load_conversations(self.config.data.path, lambda: load_tokenizer(folder))
+        highest, vocab = max(int(c.tokens.max(initial=0)) for c in conversations), self.target.shape.vocab_size
+        if highest >= vocab:
+            raise DSpineError(
+                f"data.path {self.config.data.path}: token id {highest} is outside the target's vocabulary of {vocab}: the "
+                f"data was made with another tokenizer"
+            )
+        return conversations
 
     def _check_ranks(self) -> None:
         world, config = self.ranks.world, self.config

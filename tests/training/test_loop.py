@@ -20,7 +20,7 @@ from dspine_cuda.training.evaluate import simulated_acceptance
 from dspine_cuda.training.loop import Trainer, train
 from dspine_cuda.training.masks import document_mask
 from dspine_cuda.training.target import load_frozen_target, target_shape
-from tests.training.toys import CARD, train_settings, write_shards, write_target
+from tests.training.toys import CARD, train_settings, write_shards, write_target, write_tokenizer
 
 
 @pytest.fixture
@@ -223,3 +223,30 @@ def test_unfit_targets_and_shapes_are_refused(place: Path) -> None:
         settings = train_settings(place, model=train_settings(place)["model"] | model)
         with pytest.raises(DSpineError, match=message):
             Trainer(parse_train_config(settings))
+
+
+def test_the_mask_token_is_chosen(place: Path) -> None:
+    """The tokenizer's own, an id behind its words, or one that the data never uses."""
+    model = {k: v for k, v in train_settings(place)["model"].items() if k != "mask_token_id"}
+
+    def chosen(name: str) -> int:
+        return Trainer(parse_train_config(run_of(place, name, model=model))).shape.mask_token_id
+
+    for path in (place / "data").glob("*.npz"):
+        shard = dict(np.load(path))
+        shard["tokens"] = np.where(np.isin(shard["tokens"], [0, 1, 2, 3, 80, 90]), 50, shard["tokens"])
+        np.savez(path, **shard)
+    assert chosen("unused") == 90
+    write_tokenizer(place / "target")  # knows all 96 words, four of them special
+    assert chosen("words") == 90
+    card = json.loads((place / "target/tokenizer_config.json").read_text())
+    (place / "target/tokenizer_config.json").write_text(json.dumps(card | {"mask_token": "w9"}))
+    assert chosen("own") == 9
+
+
+def test_data_of_another_tokenizer_is_refused(place: Path) -> None:
+    shard = dict(np.load(place / "data/toy_0.npz"))
+    shard["tokens"] = shard["tokens"] + 60
+    np.savez(place / "data/toy_0.npz", **shard)
+    with pytest.raises(DSpineError, match="outside the target's vocabulary of 96: the data was made with another tokenizer"):
+        Trainer(parse_train_config(run_of(place, "run")))
