@@ -227,7 +227,7 @@ def test_unfit_targets_and_shapes_are_refused(place: Path) -> None:
 
 def test_the_mask_token_is_chosen(place: Path) -> None:
     """The tokenizer's own, an id behind its words, or one that the data never uses."""
-    model = {k: v for k, v in train_settings(place)["model"].items() if k != "mask_token_id"}
+    model = {"mask_token_id": None}
 
     def chosen(name: str) -> int:
         return Trainer(parse_train_config(run_of(place, name, model=model))).shape.mask_token_id
