@@ -26,6 +26,7 @@ KINDS = {
     "limited": lambda: with_options(toy_target("qwen3"), max_kv_size=24),
     "sliding": lambda: toy_target("llama", layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=9),
     "hybrid": lambda: hybrid_target("qwen3_5_moe"),
+    "hybrid, 8 bits": lambda: with_options(hybrid_target("qwen3_5", head_dim=64), kv_bits=8),
 }
 
 
