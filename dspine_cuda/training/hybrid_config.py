@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dspine.common.errors import DSpineError
-from dspine_cuda.training.hybrid_model import HybridShape
+from dspine_cuda.training.hybrid_shape import HybridShape
 
 
 class PretrainConfig(BaseModel):

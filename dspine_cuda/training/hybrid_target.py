@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dspine.common.configs import RopeConfig
 from dspine.common.protocols import TargetInfo
-from dspine_cuda.training.hybrid_model import MODEL_TYPE, HybridModel, HybridShape, load_model
+from dspine_cuda.training.hybrid_model import HybridModel, load_model
+from dspine_cuda.training.hybrid_shape import MODEL_TYPE, HybridShape
 
 HYBRID_FAMILIES = (MODEL_TYPE, f"{MODEL_TYPE}_text")
 

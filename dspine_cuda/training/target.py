@@ -24,7 +24,7 @@ from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.protocols import TargetInfo
 from dspine.common.rope import rope_tables
 from dspine_cuda.drafter import rotate
-from dspine_cuda.training.hybrid_model import read_shape
+from dspine_cuda.training.hybrid_shape import read_shape
 from dspine_cuda.training.hybrid_target import HYBRID_FAMILIES, HybridFrozenTarget, hybrid_facts, load_hybrid_target
 
 if TYPE_CHECKING:

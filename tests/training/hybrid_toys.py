@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from dspine_cuda.training.hybrid_config import PretrainConfig
-from dspine_cuda.training.hybrid_model import HybridModel, HybridShape, new_model, save_folder
+from dspine_cuda.training.hybrid_model import HybridModel, new_model, save_folder
 from dspine_cuda.training.hybrid_quant import as_stored
+from dspine_cuda.training.hybrid_shape import HybridShape
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,

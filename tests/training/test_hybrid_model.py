@@ -12,7 +12,8 @@ import torch
 
 from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.gdn import gdn_recurrence
-from dspine_cuda.training.hybrid_model import chunked_delta_rule, load_model, read_shape, unit_lower_solve
+from dspine_cuda.training.hybrid_model import chunked_delta_rule, load_model, unit_lower_solve
+from dspine_cuda.training.hybrid_shape import read_shape
 from tests.training.hybrid_toys import SIZES, restarting, toy_hybrid, toy_tokens, write_hybrid
 
 PREPARE = Path(__file__).parents[2] / "examples" / "train_hybrid_tiny" / "prepare.py"

@@ -14,9 +14,10 @@ from dspine.common.quantization import GroupForm, dequantize_affine, quantize_af
 from dspine.common.stored import expand_stored, read_stored, write_stored
 from dspine_cuda.training.data import PackedRows
 from dspine_cuda.training.hybrid_config import load_pretrain_config
-from dspine_cuda.training.hybrid_model import PREFIX, Routing, load_model, write_cards
+from dspine_cuda.training.hybrid_model import Routing, load_model
 from dspine_cuda.training.hybrid_pretrain import Pretrainer, balance_terms, losses, next_token_labels
 from dspine_cuda.training.hybrid_quant import as_stored, group_of, rounded, storage_forms
+from dspine_cuda.training.hybrid_shape import PREFIX, write_cards
 from tests.training.hybrid_toys import pretrain_settings, restarting, toy_hybrid, toy_tokens
 from tests.training.toys import write_shards
 
