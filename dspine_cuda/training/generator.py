@@ -185,7 +185,7 @@ class BatchGenerator:
             def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
                 keys[self._rows, :, self.position] = key[:, :, 0]
                 values[self._rows, :, self.position] = value[:, :, 0]
-                grouped = query.view(size, kv_heads, -1, query.shape[-1])  # query heads of one K/V head become its rows
+                grouped = query.reshape(size, kv_heads, -1, query.shape[-1])  # query heads of one K/V head become its rows
                 mask = bias.expand(size, kv_heads, grouped.shape[2], window)
                 mixed = F.scaled_dot_product_attention(grouped, keys[:, :, :window], values[:, :, :window], attn_mask=mask)
                 return mixed.reshape(size, -1, 1, query.shape[-1])

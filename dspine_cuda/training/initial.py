@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -144,8 +145,11 @@ class RecomputedMLP(DraftMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return super().forward(x)
-        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
+            return self._inner(x)
+        return checkpoint(self._inner, x, use_reentrant=False, preserve_rng_state=False)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def starting_model(
