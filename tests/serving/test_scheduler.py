@@ -96,7 +96,8 @@ def test_v2_answers_do_not_depend_on_company(make, registry, sampling):
         scheduler = make(max_concurrency=8, batch=batch)
         jobs = [make_job(scheduler.engine, text, **sampling) for text in texts]
         assert [sink.tokens for sink in finish(scheduler, jobs)] == wanted
-        assert all(job.sink.updates[-1].stats.accepted_tokens > 0 for job in jobs)
+        if sampling or not batch:  # a greedy batch drafts where the clock says that it pays
+            assert all(job.sink.updates[-1].stats.accepted_tokens > 0 for job in jobs)
         if batch:
             assert max(registry.batcher.sizes) >= 6
         else:
