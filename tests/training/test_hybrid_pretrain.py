@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from dspine.common.errors import DSpineError
 from dspine.common.quantization import GroupForm, dequantize_affine, quantize_affine
 from dspine.common.stored import expand_stored, read_stored, write_stored
+from dspine_cuda.training import hybrid_pretrain
 from dspine_cuda.training.data import PackedRows
 from dspine_cuda.training.hybrid_config import load_pretrain_config
 from dspine_cuda.training.hybrid_model import Routing, load_model
@@ -143,7 +146,10 @@ def test_bad_settings_are_one_line(overrides: list[str], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_time_limit_bends_the_schedule(tmp_path) -> None:
+def test_time_limit_bends_the_schedule(tmp_path, monkeypatch) -> None:
+    """By a clock of the test's own: a busy machine changes nothing."""
+    ticks = itertools.count(step=0.01)
+    monkeypatch.setattr(hybrid_pretrain, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     write_shards(tmp_path / "data")
     run = Pretrainer(pretrain_settings(tmp_path, max_steps=None, minutes=0.05))
     run.run()
