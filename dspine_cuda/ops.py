@@ -14,6 +14,7 @@ from dspine_cuda import cpu_gdn, cpu_ops
 
 _TRITON_KERNELS = (
     "accept",
+    "block_attention",
     "correct_length",
     "draft_signals",
     "gdn_commit",
@@ -22,6 +23,7 @@ _TRITON_KERNELS = (
     "injection_gate",
     "injection_write",
     "path_walk",
+    "routed_experts",
     "select_length",
     "transition_scores",
 )
