@@ -7,6 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+_SHORT = 64  # tokens
+
 
 class MlxArrays:
     """`ArrayOps` of MLX. Holds no arrays and no stream, so one object serves every thread."""
@@ -27,6 +29,13 @@ def device_name(array: mx.array | None = None) -> str:
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def release_buffers(tokens: int) -> None:
+    """Give the buffers of a long piece of a prompt back to the system, as mlx_lm does after each: the next piece has other
+    shapes of attention, and what is kept would grow with the prompt. Short pieces are not worth it."""
+    if tokens > _SHORT and device_name() != "cpu":
+        mx.clear_cache()
 
 
 def wire_memory() -> int | None:

@@ -8,6 +8,7 @@ traces nothing. `traces` counts how often Python ran through each part: the cach
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,23 +26,25 @@ def compiling_pays() -> bool:
 
 
 class Parts:
-    """Functions by name, compiled where `active`. A name is traced once for each set of shapes."""
+    """Functions by name, compiled where `active`. A name is traced once for each set of shapes and each thread."""
 
     def __init__(self, active: bool) -> None:
         self.active = active
         self.traces: dict[str, int] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
 
     def run(self, key: Any, make: Callable[[], Callable[..., Any]], *inputs: mx.array) -> Any:
         """`make()(*inputs)`; `key` names the function and every Python value that it closes over. It takes arrays and
         returns an array, or a tuple or list of them."""
         if not self.active:
             return make()(*inputs)
-        function = self._functions.get(key)
-        if function is None:
-            while len(self._functions) >= _MOST:
-                del self._functions[next(iter(self._functions))]
-            function = self._functions[key] = mx.compile(self._counted(str(key), make()))
+        with self._lock:
+            function = self._functions.get(key)
+            if function is None:
+                while len(self._functions) >= _MOST:
+                    del self._functions[next(iter(self._functions))]
+                function = self._functions[key] = mx.compile(self._counted(str(key), make()))
         return function(*inputs)
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from dspine.common.errors import DSpineError
 from dspine.common.gdn import MAX_TOKENS, GdnFactors, gdn_commit
 from dspine.common.protocols import Prefill, StageZero, TargetInfo, Verification
+from dspine_mlx.arrays import release_buffers
 from dspine_mlx.caches import HybridCache
 from dspine_mlx.targets import gdn
 from dspine_mlx.targets.gdn import BlockTrace
@@ -92,6 +93,7 @@ class HybridTarget(PlainTarget):
             mx.eval(hidden, *held, [layer.state for layer in cache.layers])
             if taps is not None:
                 features.append(taps)
+            release_buffers(part.shape[1])
         return Prefill(self.head(hidden[:, -1]), mx.concatenate(features, axis=1) if features else None)
 
     def begin(self, cache: HybridCache, tokens: mx.array) -> StageZero:

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.memory import CacheOptions
 from dspine.common.protocols import Prefill, StageZero, TargetInfo, Verification
-from dspine_mlx.arrays import MlxArrays
+from dspine_mlx.arrays import MlxArrays, release_buffers
 from dspine_mlx.caches import TargetCache
 from dspine_mlx.kv import LayerKV, layer_kv
 
@@ -145,6 +145,7 @@ class PlainTarget:
             mx.eval(hidden, *([taps] if taps is not None else []), [layer.state for layer in cache.layers])
             if taps is not None:
                 features.append(taps)
+            release_buffers(chunk)
         cache.length += tokens.shape[1]
         logits = self.head(hidden[:, -1])
         joined = mx.concatenate(features, axis=1) if features else None

@@ -126,3 +126,15 @@ def test_a_model_without_a_template_is_refused(toy, dspine):
 def test_an_empty_message_is_refused(talk):
     with pytest.raises(DSpineError, match="prompt is empty"):
         talk[0].answer("   ")
+
+
+def test_runtimes_without_caches_of_their_own_say_so(model, dspine):
+    """A runtime that keeps whole K/V only, and no prompt files, refuses at start-up; nothing is ignored."""
+    for command_name, flags, message in (
+        ("generate", ("--prompt", "ab", "--kv-bits", "8"), "kv_bits: the toy runtime keeps whole K/V in full precision only"),
+        ("chat", ("--max-kv-size", "32"), "max_kv_size: the toy runtime keeps whole K/V"),
+        ("cache-prompt", ("--prompt", "ab", "--prompt-cache-file", model / "f"), "the toy runtime keeps no prompt cache files"),
+        ("generate", ("--prompt", "ab", "--prompt-cache-file", model / "f"), "the toy runtime keeps no prompt cache files"),
+    ):
+        run = dspine(command_name, "--model", model / "model", "--draft-model", model / "draft", *flags)
+        assert run.code == 2 and message in run.err and "Traceback" not in run.err

@@ -17,6 +17,7 @@ from dspine_mlx.drafter import load_drafter
 from dspine_mlx.kv import WindowKV
 from tests.helpers.drafters import Prompted
 from tests.mlx.hybrids import hybrid_target
+from tests.mlx.test_generation import in_thread
 from tests.mlx.toys import drafter_folder, toy_target
 
 PROMPT = [3, 5, 7, 11, 13, 17]
@@ -125,6 +126,21 @@ def test_q3_quantised_kv_under_drafts(bits, tmp_path):
     cache = [QuantizedKVCache(64, bits) for _ in make_prompt_cache(target.model)]
     text = mlx_lm_text(target, prompt_cache=cache, prefill_step_size=4)
     assert speculated(target, text, tmp_path) == text[:COUNT]
+
+
+def test_v1_limited_caches_on_worker_threads(small_slack, tmp_path):
+    """Loaded on the main thread; two workers, then the main thread; and one generator driven from many (mlx-lm 1256)."""
+    target = toy_target("llama", seed=3, **SLIDING["llama"])
+    text = mlx_lm_text(target, 60)
+    drafter = load_drafter(drafter_folder(tmp_path / "d", "dspine", 6, target.head_weight()), target)
+    params = DecodingParams(max_tokens=40, break_even=0.0, prefill_chunk=4)
+
+    def whole() -> list[int]:
+        return [event.token for event in decode(target, drafter, PROMPT, params)]
+
+    assert in_thread(whole) == in_thread(whole) == whole() == text[:40]
+    events = decode(target, drafter, PROMPT, params)
+    assert [in_thread(lambda: next(events)).token for _ in range(40)] == text[:40]
 
 
 def test_q3_trimmed_rows_leave_nothing(tmp_path):
