@@ -228,7 +228,8 @@ class Batcher(Protocol):
 
 class PrefixOps(Protocol):
     """Committed tokens of one sequence's caches as something that can be kept. The drafter's cache goes with the target's, or
-    is None where nothing is drafted."""
+    is None where nothing is drafted. `cuts` (true where it is absent): fewer tokens than were saved can be loaded; false:
+    `save` takes exactly the committed tokens, `load` exactly the saved ones, and there is no `copy`."""
 
     def nbytes(self, cache: Any, draft_cache: Any, length: int) -> int:
         """Bytes that `save` would take."""
@@ -262,6 +263,28 @@ class ServingRuntime(Protocol):
     """A runtime that can batch or keep prefixes (others serve all the same)."""
 
     def serving(self, target: Target, drafter: Drafter | None) -> ServingSupport: ...
+
+
+class Timer(Protocol):
+    """Points on a device's timeline. `source` says by which clock (`CUDA events`, `host clock`)."""
+
+    source: str
+
+    def mark(self, *produced: Any) -> Any:
+        """A point behind everything queued so far. A lazy library computes `produced` first (arrays, or objects and caches
+        that hold them); others ignore it."""
+        ...
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Between neighbouring marks (one number less than marks), after waiting for the last."""
+        ...
+
+
+@runtime_checkable
+class TimedRuntime(Protocol):
+    """A runtime that can time its device; for others `dspine bench` takes the host's clock between host reads."""
+
+    def timer(self, device: str) -> Timer: ...
 
 
 @dataclass

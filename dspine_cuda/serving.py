@@ -20,16 +20,21 @@ from dspine.common.protocols import DraftRequest, Proposal, ServingSupport, Veri
 from dspine_cuda.caches import KVCache
 from dspine_cuda.draft_cache import DraftCache
 from dspine_cuda.drafter import BlockStates, TorchDrafter
+from dspine_cuda.hybrid_cache import HybridCache
 from dspine_cuda.targets.dense import ROWS, DenseLayer, DenseTarget, RowFrame, causal_mask
+from dspine_cuda.targets.hybrid import HybridTarget
 from dspine_cuda.targets.layers import rotate_
 
 
 def support(target: Any, drafter: Any) -> ServingSupport:
     """Batching and prefixes where target and drafter allow them."""
-    if not isinstance(target, DenseTarget):
-        return ServingSupport(None, None, f"{target.info.adapter}: sequences take turns, round by round")
     if drafter is not None and not isinstance(drafter, TorchDrafter):
         return ServingSupport(None, None, f"drafters of type {type(drafter).__name__} draft one sequence at a time")
+    turns = "sequences take turns, round by round"
+    if isinstance(target, HybridTarget):
+        return ServingSupport(None, HybridPrefixes(), f"hybrid decoder: {turns}")
+    if not isinstance(target, DenseTarget):
+        return ServingSupport(None, None, f"{target.info.adapter}: {turns}, no kept prefixes")
     return ServingSupport(TorchBatcher(target, drafter), TorchPrefixes(), "rounds of several sequences run as one batch")
 
 
@@ -204,3 +209,42 @@ class TorchPrefixes:
         if draft_cache is not None:
             draft_cache.write_all(0, saved[1][..., :length, :])
             draft_cache.advance(length)
+
+
+class HybridPrefixes:
+    """`protocols.PrefixOps` for hybrids: K/V rows, states and convolution windows after exactly the saved tokens."""
+
+    cuts = False
+
+    def nbytes(self, cache: HybridCache, draft_cache: DraftCache | None, length: int) -> int:
+        """Bytes of a snapshot."""
+        return sum(part.numel() * part.element_size() for part in self._parts(cache, draft_cache, length))
+
+    def save(self, cache: HybridCache, draft_cache: DraftCache | None, length: int) -> tuple[Tensor, ...]:
+        """Copies of everything after the committed tokens."""
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in self._parts(cache, draft_cache, length))
+
+    def load(self, saved: tuple[Tensor, ...], cache: HybridCache, draft_cache: DraftCache | None, length: int) -> None:
+        """A snapshot into two empty caches."""
+        if length != saved[0].shape[4] or (draft_cache is not None and len(saved) != 4):
+            raise DSpineError(
+                f"a snapshot of {saved[0].shape[4]} tokens cannot start a sequence at {length} tokens that drafts"
+            )
+        cache.reserve(length)
+        cache.kv.store.narrow(4, 0, length).copy_(saved[0])
+        cache.states, cache.windows = saved[1].clone(), saved[2].clone()
+        cache.commit(length)
+        if draft_cache is not None:
+            draft_cache.write_all(0, saved[3])
+            draft_cache.advance(length)
+
+    def copy(self, *caches: Any) -> None:
+        """Not for states: a running sequence is past the prefix."""
+        raise DSpineError("states of linear attention cannot be cut to a prefix")
+
+    @staticmethod
+    def _parts(cache: HybridCache, draft_cache: DraftCache | None, length: int) -> list[Tensor]:
+        if length != cache.length or (draft_cache is not None and length != draft_cache.length):
+            raise DSpineError(f"snapshot of {length} tokens asked for, but the states are those after {cache.length}")
+        parts = [cache.kv.store.narrow(4, 0, length), cache.states, cache.windows]
+        return parts if draft_cache is None else [*parts, draft_cache.rows(length)]

@@ -7,10 +7,15 @@ Exact reuse: in bfloat16 the bits of a row depend on how many rows were computed
 tie, so a warm answer could part from a cold one. Prompts are therefore read in chunks that end at multiples of `grain`, and
 only whole chunks of a prompt are reused: rows that a cold run would compute in the very same way. Rows of answers (verified
 block by block) are reused only with `exact=False`.
+
+States of linear attention cannot be cut to fewer tokens. For targets that have them (`ops.cuts` is false) snapshots are taken
+while a prompt is read, at two places: its last whole grain, where the next turn of the conversation goes on, and the grain up
+to which it agrees with a prompt known already, which is what the two share (a system prompt).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +50,14 @@ class PrefixCache:
     every call and while a new entry is being copied."""
 
     def __init__(self, ops: PrefixOps | None, limit: int, *, grain: int = 1, exact: bool = True) -> None:
-        self.grain, self.exact = grain if exact else 1, exact
+        self._cuts = bool(getattr(ops, "cuts", True))
+        self.grain, self.exact = grain if exact or not self._cuts else 1, exact
         self._ops = ops if limit > 0 else None
         self.limit = limit if self._ops is not None else 0
         self._entries: list[Entry] = []  # oldest use first
         self.nbytes = 0
         self.hits = self.misses = 0
+        self._places: weakref.WeakKeyDictionary[DecodingLoop, set[int]] = weakref.WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,12 +71,18 @@ class PrefixCache:
             return 0
         wanted, most = loop.prompt, len(loop.prompt) - 1  # one token must be left: its logits start the answer
         drafts = loop.draft_cache is not None
-        best, source = MIN_TOKENS - 1, None
+        best, source, shared = MIN_TOKENS - 1, None, 0
         for entry in self._entries:
-            length = self._whole(min(common_length(entry.tokens, wanted), most))
+            common = common_length(entry.tokens, wanted)
+            length = self._whole(min(common, most))
+            shared = max(shared, length)
+            if not self._cuts and length < len(entry.tokens):
+                continue
             if length > best and (entry.drafts or not drafts):
                 best, source = length, entry
-        for tokens, other in others:
+        if not self._cuts:
+            self._places[loop] = {place for place in (shared, self._whole(most)) if place > max(best, MIN_TOKENS - 1)}
+        for tokens, other in others if self._cuts else ():
             length = self._whole(min(common_length(tokens, wanted), self._lasting(other, len(tokens)), most))
             if length > best and (other.draft_cache is not None or not drafts):
                 best, source = length, other
@@ -88,23 +101,34 @@ class PrefixCache:
 
     def keep(self, tokens: np.ndarray, loop: DecodingLoop) -> bool:
         """Keep the committed tokens of a loop (finished, or cancelled: never more than was committed)."""
-        tokens = tokens[: self._whole(self._lasting(loop, len(tokens)))]
-        if self._ops is None or len(tokens) < MIN_TOKENS:
+        if self._ops is None or not self._cuts:
+            return False
+        return self._keep(tokens[: self._whole(self._lasting(loop, len(tokens)))], loop)
+
+    def passed(self, loop: DecodingLoop) -> None:
+        """A loop has read some of its prompt: take a snapshot where one is wanted."""
+        if self._ops is not None and loop.committed in self._places.get(loop, ()) and loop.reading_prompt:
+            self._keep(loop.prompt[: loop.committed], loop)
+
+    def _keep(self, tokens: np.ndarray, loop: DecodingLoop) -> bool:
+        assert self._ops is not None
+        if len(tokens) < MIN_TOKENS:
             return False
         size = self._ops.nbytes(loop.cache, loop.draft_cache, len(tokens))
-        if size > self.limit:  # as much of it as there is room for
+        if size > self.limit and self._cuts:  # as much of it as there is room for
             tokens = tokens[: self._whole(len(tokens) * self.limit // size)]
             size = self._ops.nbytes(loop.cache, loop.draft_cache, len(tokens))
-            if size > self.limit or len(tokens) < MIN_TOKENS:
-                return False
+        if size > self.limit or len(tokens) < MIN_TOKENS:
+            return False
         drafts = loop.draft_cache is not None
         for entry in list(self._entries):
             shared = common_length(entry.tokens, tokens)
-            if shared == len(tokens) and entry.drafts >= drafts:  # known already
+            if shared == len(tokens) and entry.drafts >= drafts and (self._cuts or shared == len(entry.tokens)):  # known
                 self._entries.remove(entry)
                 self._entries.append(entry)
                 return True
-            if shared == len(entry.tokens) and drafts >= entry.drafts:  # the new one says all that this one says
+            covered = self._cuts or shared == len(tokens)
+            if shared == len(entry.tokens) and drafts >= entry.drafts and covered:  # the new one says all that this one says
                 self._drop(entry)
         while self.nbytes + size > self.limit:
             self._drop(self._entries[0])

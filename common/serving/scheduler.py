@@ -241,7 +241,9 @@ class Scheduler:
         loop = job.loop
         assert loop is not None
         try:
-            self._deliver(job, loop.step())
+            result = loop.step()
+            self.prefixes.passed(loop)
+            self._deliver(job, result)
         except FAILURES as error:
             self._fail(job, error)
 
