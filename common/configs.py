@@ -28,6 +28,7 @@ from dspine.common.masks import FULL, SLIDING, MaskRule, mask_rule
 
 METHODS = ("dflash", "dflash2", "domino", "dspark", "dspine")
 CONDITIONAL = ("dflash2", "domino", "dspark", "dspine")  # each draw is made given the draws before it
+_MOST_LAYERS, _MOST_ROWS = 1024, 4096  # a damaged card must not ask for all memory before anything can be checked
 PATH_SIGNALS = ("domino", "dspark")  # confidence and entropy are read off the drawn path, so they depend on the drawn tokens
 
 
@@ -162,7 +163,7 @@ def parse_drafter_config(data: dict[str, Any], where: str = "config", folder: Pa
     card = Card(data, where)
     method = method_of(card)
     check_fields(card)
-    num_layers = card.integer("num_hidden_layers", 1)
+    num_layers = card.integer("num_hidden_layers", 1, high=_MOST_LAYERS)
     heads = card.integer("num_attention_heads", 1)
     hidden = card.integer("hidden_size", 1)
     parts = _parts(card, method, hidden)
@@ -176,7 +177,7 @@ def parse_drafter_config(data: dict[str, Any], where: str = "config", folder: Pa
         num_heads=heads,
         num_kv_heads=card.integer("num_key_value_heads", 1, value=data.get("num_key_value_heads", heads)),
         head_dim=card.integer("head_dim", 2, value=data.get("head_dim") or hidden // heads),
-        rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=card.number("rms_norm_eps", 1e-6),  # type: ignore[arg-type]
         vocab_size=card.integer("vocab_size", 2),
         max_position_embeddings=card.integer("max_position_embeddings", 1, value=data.get("max_position_embeddings", 32768)),
         block_size=block_size,
@@ -187,10 +188,10 @@ def parse_drafter_config(data: dict[str, Any], where: str = "config", folder: Pa
         layer_types=_layer_types(card, num_layers),
         sliding_window=data.get("sliding_window"),
         is_causal=data.get("is_causal"),
-        attention_bias=bool(data.get("attention_bias", False)),
+        attention_bias=card.flag("attention_bias", False),
         target_hidden_size=data.get("target_hidden_size"),
         dspine=_dspine(card, hidden, folder) if method == "dspine" else None,
-        quantization=data.get("quantization"),
+        quantization=card.holder("quantization") or None,
         first_row=first_row,
         anchored_window=bool(data.get("speculators")),
         output_multiplier=card.number("output_multiplier", 1.0),  # type: ignore[arg-type]
@@ -219,9 +220,9 @@ def _rows(card: Card, method: str, domino: DominoConfig | None) -> tuple[int, in
     if method == "dspark" or card.optional("sample_from_anchor", False):
         from_anchor = card.flag("sample_from_anchor", True)
         spare = not from_anchor and bool(card.data.get("speculators"))  # the anchor's row is one of the block's, and unused
-        rows = card.integer("block_size", 1 + spare, value=value)
+        rows = card.integer("block_size", 1 + spare, value=value, high=_MOST_ROWS)
         return rows + 1 - spare, 0 if from_anchor else 1
-    rows = card.integer("block_size", 2, value=value)
+    rows = card.integer("block_size", 2, value=value, high=_MOST_ROWS)
     return rows, 0 if domino is not None and domino.shift_label else 1
 
 
@@ -251,11 +252,14 @@ def _target_layer_ids(card: Card, num_layers: int, num_target_layers: int) -> tu
 
 
 def _rope(card: Card) -> RopeConfig:
-    scaling, parameters = card.data.get("rope_scaling") or {}, card.data.get("rope_parameters") or {}
-    thetas = [holder["rope_theta"] for holder in (card.data, parameters) if holder.get("rope_theta") is not None]
+    scaling, parameters = card.holder("rope_scaling"), card.holder("rope_parameters")
+    given = [holder["rope_theta"] for holder in (card.data, parameters) if holder.get("rope_theta") is not None]
+    thetas = [card.real("rope_theta", theta) for theta in given]
     if not thetas:
         raise card.error("rope_theta is missing (looked at the top level and in rope_parameters)")
-    if any(float(theta) != float(thetas[0]) for theta in thetas):
+    if thetas[0] <= 0:
+        raise card.error(f"rope_theta must be above 0, got {thetas[0]}")
+    if any(theta != thetas[0] for theta in thetas):
         raise card.error(f"rope_theta is {thetas[0]!r} at the top level but {thetas[1]!r} in rope_parameters; drop one")
     kinds = {str(h.get("rope_type") or h.get("type") or "default") for h in (scaling, parameters) if h}
     if len(kinds) > 1:
@@ -264,22 +268,22 @@ def _rope(card: Card) -> RopeConfig:
     if kind not in ("default", "linear", "yarn"):
         raise card.error(f"rope type {kind!r} is unknown; known: default, linear, yarn")
     if kind == "default":
-        return RopeConfig(theta=float(thetas[0]))
+        return RopeConfig(theta=thetas[0])
     merged = {**scaling, **parameters}
     if merged.get("factor") is None:
         raise card.error(f"rope type {kind!r} needs a factor")
     original = merged.get("original_max_position_embeddings") or card.data.get("max_position_embeddings")
+    names = ("attention_factor", "mscale", "mscale_all_dim")
+    optional = {name: None if merged.get(name) is None else card.real(name, merged[name]) for name in names}
     return RopeConfig(
-        theta=float(thetas[0]),
+        theta=thetas[0],
         kind=kind,
-        factor=float(merged["factor"]),
-        original_max_position=original,
-        beta_fast=float(merged.get("beta_fast") or 32.0),
-        beta_slow=float(merged.get("beta_slow") or 1.0),
-        attention_factor=merged.get("attention_factor"),
-        mscale=merged.get("mscale"),
-        mscale_all_dim=merged.get("mscale_all_dim"),
+        factor=card.real("factor", merged["factor"]),
+        original_max_position=None if original is None else card.integer("original_max_position_embeddings", 1, value=original),
+        beta_fast=card.real("beta_fast", merged.get("beta_fast") or 32.0),
+        beta_slow=card.real("beta_slow", merged.get("beta_slow") or 1.0),
         truncate=bool(merged.get("truncate", True)),
+        **optional,
     )
 
 
@@ -290,7 +294,7 @@ def _layer_types(card: Card, num_layers: int) -> tuple[str, ...]:
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {FULL, SLIDING}:
         raise card.error(f"layer_types must list {num_layers} of {FULL!r}/{SLIDING!r}, got {types!r}")
     window = card.data.get("sliding_window")
-    if SLIDING in types and (not isinstance(window, int) or window < 1):
+    if SLIDING in types and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise card.error(f"sliding_window must be a positive integer where layer_types has {SLIDING!r}, got {window!r}")
     return tuple(types)
 
@@ -306,9 +310,14 @@ def _dspine(card: Card, hidden: int, folder: Path | None) -> DSpineConfig:
             "marked as DSpine (selected_prefix_code_bridge) but without dspine_config: the official tensor layout is not "
             f"published; dflash_config holds {sorted(card.nested)}. Convert it to the SpecForge form first"
         )
+    if not isinstance(values, dict):
+        raise card.error(f"dspine_config must be an object, got {values!r}")
     unknown = sorted(set(values) - set(DSpineConfig.__dataclass_fields__))
     if unknown:
         raise card.error(f"dspine_config has unknown keys {unknown}; known: {sorted(DSpineConfig.__dataclass_fields__)}")
+    whole = {name for name, kind in DSpineConfig.__annotations__.items() if kind == "int"}
+    for name, value in values.items():
+        card.integer(f"dspine_config.{name}", 0, value=value) if name in whole else card.real(f"dspine_config.{name}", value)
     config = DSpineConfig(**values)
     if not 1 <= config.transfer_rank <= hidden:
         raise card.error(f"dspine_config.transfer_rank must be 1..{hidden} (hidden_size), got {config.transfer_rank}")

@@ -7,6 +7,7 @@ something this version does not do is refused by name, a key it does not know is
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,12 +124,15 @@ class Card:
             raise self.error(f"{key} is {top!r} at the top level but {nested!r} in dflash_config; make them equal or drop one")
         return nested if top is MISSING else top
 
-    def integer(self, key: str, low: int, *, value: Any = MISSING) -> int:
+    def integer(self, key: str, low: int, *, value: Any = MISSING, high: int = 2**31 - 1) -> int:
+        """A whole number from `low` to `high`: the size of something that is going to be made."""
         value = self.data.get(key, MISSING) if value is MISSING else value
         if value is MISSING or value is None:
             raise self.error(f"{key} is missing (looked at the top level and in dflash_config)")
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.error(f"{key} must be an integer of at least {low}, got {value!r}")
+        if value > high:
+            raise self.error(f"{key} must be at most {high}, got {value}")
         return value
 
     def optional(self, key: str, default: Any) -> Any:
@@ -144,9 +148,20 @@ class Card:
 
     def number(self, key: str, default: float | None) -> float | None:
         value = self.optional(key, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        return None if value is None else self.real(key, value)
+
+    def real(self, key: str, value: Any) -> float:
+        """A finite number."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.error(f"{key} must be a number, got {value!r}")
-        return None if value is None else float(value)
+        return float(value)
+
+    def holder(self, key: str) -> dict[str, Any]:
+        """A nested object; empty where it is absent or null."""
+        value = self.data.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(f"{key} must be an object, got {value!r}")
+        return value or {}
 
 
 def normalise_card(data: dict[str, Any], where: str) -> dict[str, Any]:
@@ -154,9 +169,11 @@ def normalise_card(data: dict[str, Any], where: str) -> dict[str, Any]:
     if isinstance(data.get("config"), dict):  # the two-file reference form nests everything under `config`
         data = data["config"]
     data = dict(data)
-    if data.get("architectures", [None])[:1] in [[name] for name in SPECULATORS] or "speculators_model_type" in data:
-        return _from_speculators(data, where)
-    if isinstance(data.get("dspark_config"), dict):
+    names = data.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    if (isinstance(first, str) and first in SPECULATORS) or "speculators_model_type" in data:
+        return _from_speculators(data, first, where)
+    if isinstance(data.get("dspark_config"), dict) and isinstance(data.get("dflash_config") or {}, dict):
         data["dflash_config"] = {**(data.get("dflash_config") or {}), **data.pop("dspark_config")}
     names = {"noise_token_id": "mask_token_id"}
     for key in ("block_size", "markov_rank", "markov_head_type", "noise_token_id", "target_layer_ids"):
@@ -168,15 +185,14 @@ def normalise_card(data: dict[str, Any], where: str) -> dict[str, Any]:
     return data
 
 
-def _from_speculators(data: dict[str, Any], where: str) -> dict[str, Any]:
+def _from_speculators(data: dict[str, Any], known: Any, where: str) -> dict[str, Any]:
     """The layout of the `speculators` package: layer settings nested, tap ids count the embedding as 0."""
     layers = data.get("transformer_layer_config")
     if not isinstance(layers, dict):
         raise CheckpointError(f"{where}: a speculators card needs transformer_layer_config, an object, got {layers!r}")
     method = str(data.get("speculators_model_type") or "")
     names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
-    known = (data.get("architectures") or [""])[0]
-    architecture = names.get(method) if method else SPECULATORS.get(known)
+    architecture = names.get(method) if method else SPECULATORS.get(str(known))
     if architecture is None:
         raise CheckpointError(f"{where}: speculators model {method or known!r} is not run; known: {', '.join(names)}")
     taps = data.get("aux_hidden_state_layer_ids")
@@ -278,7 +294,8 @@ def check_fields(card: Card) -> None:
         name = form.get("quant_method") if isinstance(form, dict) else form
         raise card.error(f"quantization_config {name!r} is unknown; known: MLX's affine form, under `quantization`")
     unknown = []
-    for where, holder in (("", card.data), ("dflash_config.", card.nested), ("rope_parameters.", _rope(card))):
+    rope = card.holder("rope_parameters")
+    for where, holder in (("", card.data), ("dflash_config.", card.nested), ("rope_parameters.", rope)):
         for key, value in holder.items():
             if key in _UNSUPPORTED:
                 if value not in _UNSUPPORTED[key]:
@@ -291,7 +308,3 @@ def check_fields(card: Card) -> None:
             card.where,
             ", ".join(sorted(unknown)),
         )
-
-
-def _rope(card: Card) -> dict[str, Any]:
-    return card.data.get("rope_parameters") or {}

@@ -291,6 +291,31 @@ def test_pairs_that_are_refused(changes, words):
         check_pair(config, info, "drafter")
 
 
+JUNK = [None, True, -1, 0, 10**12, 1.5, float("nan"), "x", [], ["x"], [None], {}, {"a": 1}, {"rope_theta": "x"}]
+EXTRA = ("quantization", "is_causal", "final_logit_softcapping", "sample_from_anchor", "draft_vocab_size", "config", "dspark_config",
+         "target_hidden_size", "rope_parameters", "layer_types", "sliding_window", "dspark_block_size")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "speculators"])
+def test_junk_in_any_field_is_a_plain_error_or_harmless(name):
+    """Every field of every card, one level down too, filled with the wrong kind of thing: never another exception."""
+    data = speculators_card("dspark") if name == "speculators" else PUBLISHED[name][0]
+    logging.getLogger("dspine").disabled = True
+    try:
+        for key in (*data, *EXTRA):
+            for value in JUNK:
+                nested = (
+                    [data | {key: data[key] | {inner: value}} for inner in data[key]] if isinstance(data.get(key), dict) else []
+                )
+                for changed in (data | {key: value}, *nested):
+                    try:
+                        parse_drafter_config(changed).mask_rules()
+                    except CheckpointError as error:
+                        assert "\n" not in str(error)
+    finally:
+        logging.getLogger("dspine").disabled = False
+
+
 def test_no_pickle_and_no_code_is_looked_at(tmp_path):
     """A folder with torch pickles only is refused; `auto_map` and Python files beside the weights change nothing."""
     data, shapes, _ = PUBLISHED["Qwen3-8B-DFlash-b16"]
