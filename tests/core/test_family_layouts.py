@@ -292,8 +292,9 @@ def test_pairs_that_are_refused(changes, words):
 
 
 JUNK = [None, True, -1, 0, 10**12, 1.5, float("nan"), "x", [], ["x"], [None], {}, {"a": 1}, {"rope_theta": "x"}]
-EXTRA = ("quantization", "is_causal", "final_logit_softcapping", "sample_from_anchor", "draft_vocab_size", "config", "dspark_config",
-         "target_hidden_size", "rope_parameters", "layer_types", "sliding_window", "dspark_block_size")  # fmt: skip
+EXTRA = ("quantization", "is_causal", "final_logit_softcapping", "sample_from_anchor", "draft_vocab_size", "config",
+         "dspark_config", "target_hidden_size", "rope_parameters", "layer_types", "sliding_window",
+         "dspark_block_size")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, "speculators"])
