@@ -126,9 +126,12 @@ def score_variant(variant: Variant, options: Options, model: str) -> dict[str, A
 def _score(drafter: Any, target: Any, score: Score, options: Options, model: str, score_texts: Any) -> dict[str, Any]:
     blocks = {}
     for heat in options.temperatures:
+        if heat == 0 and score.draft_heat is not None:
+            continue
+        own = None if score.draft_heat is None else score.draft_heat * heat
         blocks[f"{heat:g}"] = score_texts(
             drafter, target, texts_at(options, target, model, heat), temperature=heat, acceptance="rejection",
-            seed=options.seed, independent=score.independent,
+            seed=options.seed, independent=score.independent, draft_temperature=own,
         )  # fmt: skip
     return {
         "temperatures": blocks,

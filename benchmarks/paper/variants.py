@@ -9,11 +9,13 @@ BASE_BLOCK, BASE_ANCHORS, BASE_GAMMA = 8, 128, 4.0
 
 @dataclass(frozen=True)
 class Score:
-    """One way to draft with a trained drafter. independent: each position alone; top_k: other than trained with."""
+    """One way to draft with a trained drafter. independent: each position alone; top_k: other than trained with; draft_heat:
+    the drafter's temperature over the target's (scored at temperatures above 0 only)."""
 
     name: str = "walk"
     independent: bool = False
     top_k: int | None = None
+    draft_heat: float | None = None
 
 
 WALK, ALONE = Score(), Score("independent", independent=True)
@@ -45,6 +47,7 @@ def _layers(*layers: int) -> str:
     return f"model.injection_layers=[{','.join(str(layer) for layer in layers)}]"
 
 
+_HEATS = tuple(Score(f"heat_{heat:g}", draft_heat=heat) for heat in (0.6, 0.8, 0.9, 1.1, 1.25))
 _SWEPT = tuple(Score(f"top_{k}", top_k=k) for k in (2, 4, 8, 12, 24, 32))
 
 
@@ -55,7 +58,7 @@ def _plain(method: str) -> tuple[str, ...]:
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for variant in (
-        Variant("full", scores=(WALK, ALONE, *_SWEPT), note="DSpine as published"),
+        Variant("full", scores=(WALK, ALONE, *_SWEPT, *_HEATS), note="DSpine as published"),
         Variant("dflash", _plain("dflash"), note="DFlash: bidirectional blocks"),
         Variant("dflash_causal", (*_plain("dflash"), "model.is_causal=true"), note="DFlash with block-causal attention"),
         Variant("domino", _plain("domino"), note="Domino: a GRU corrects the logits"),

@@ -162,6 +162,7 @@ def score_texts(
     acceptance: str,
     seed: int,
     independent: bool = False,
+    draft_temperature: float | None = None,
 ) -> dict[str, Any]:
     """Rounds of all texts by simulation -> what `summary` makes of them."""
     rounds = simulate(
@@ -172,6 +173,7 @@ def score_texts(
         rule=resolved_rule(drafter, acceptance),
         seed=seed,
         independent=independent,
+        draft_temperature=draft_temperature,
     )
     rows = [(t.set_name, t.prompt, r, t.looping) for t, r in zip(texts, rounds, strict=True)]
     return summary(rows, drafter.config.num_proposals)

@@ -62,9 +62,11 @@ def simulate(
     seed: int = 0,
     batch: int = BATCH,
     independent: bool = False,
+    draft_temperature: float | None = None,
 ) -> list[Rounds]:
     """The rounds of every text, as generation would take them: anchors follow one another, an end token or the limit of
-    tokens ends the last round. independent: each position on its own from the ordinary output (an ablation of DSpine)."""
+    tokens ends the last round. independent: each position on its own from the ordinary output (an ablation of DSpine);
+    draft_temperature: the drafter's own, where it is not the target's (the rejection rule stays lossless)."""
     if rule not in RULES:
         raise DSpineError(f"acceptance rule must be one of {', '.join(RULES)}, got {rule!r}")
     order = sorted(range(len(texts)), key=lambda i: (texts[i].start, len(texts[i].tokens)))
@@ -72,7 +74,9 @@ def simulate(
     for first in range(0, len(order), batch):
         members = order[first : first + batch]
         chosen = [texts[i] for i in members]
-        accepted = _accepted_everywhere(drafter, target, chosen, temperature, rule, seed, independent)
+        accepted = _accepted_everywhere(
+            drafter, target, chosen, temperature, rule, seed, independent, draft_temperature or temperature
+        )  # fmt: skip
         for i, text, row in zip(members, chosen, accepted, strict=True):
             results[i] = _walk(row, text)
     return [results[i] for i in range(len(texts))]
@@ -95,6 +99,7 @@ def _accepted_everywhere(
     rule: str,
     seed: int,
     independent: bool,
+    draft_temperature: float,
 ) -> np.ndarray:
     """Accepted drafts int [B, W] at every anchor of every text (0 elsewhere)."""
     proposals, device = drafter.config.num_proposals, target.device
@@ -114,7 +119,7 @@ def _accepted_everywhere(
             drafted = _greedy(drafter, cache, tokens[:, anchor], independent)
             kept = drafted == following
         else:
-            q = text_probability(drafter, cache, tokens[:, anchor], following.clamp(min=0), temperature, independent)
+            q = text_probability(drafter, cache, tokens[:, anchor], following.clamp(min=0), draft_temperature, independent)
             chance = acceptance_chance(q, likely[:, anchor : anchor + proposals], rule)  # position i holds p of token i + 1
             kept = (draws[:, anchor] < chance) & (following >= 0)
         result[:, anchor] = kept.long().cumprod(dim=1).sum(dim=1)

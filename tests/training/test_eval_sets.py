@@ -75,11 +75,11 @@ def test_greedy_rounds_equal_the_real_loop(place: Path, method: str) -> None:
 def test_sampled_rounds_agree_with_the_real_loop(place: Path, method: str, rule: str) -> None:
     """Equal in distribution: two estimates from different draws, within their joint error."""
     taus, spreads = [], []
-    prompt_file(place / "many.jsonl", 30, seed=30)
+    prompt_file(place / "many.jsonl", 18, seed=30)
     for way in ("simulate", "generate"):
         settings = settings_of(
             place, drafter=str(place / method / "drafter"), temperatures=(0.7,), method=way, acceptance=rule,
-            prompts=(place / "many.jsonl",), batch=30,
+            prompts=(place / "many.jsonl",), batch=18,
         )  # fmt: skip
         mean = evaluate(settings)["temperatures"]["0.7"]["mean"]
         taus.append(mean["tau"])
