@@ -44,9 +44,7 @@ class Session:
         """Give what is known of the loop's prompt to its caches; returns the tokens reused. The session is empty after it."""
         count = self._shared(loop)
         if count:
-            transfer = getattr(self.ops, "move", self.ops.copy)  # type: ignore[union-attr]
-            draft = self.draft_cache if loop.draft_cache is not None else None
-            transfer(self.cache, draft, loop.cache, loop.draft_cache, count)
+            self._transfer(loop, count)
             loop.reuse(count)
         self.clear()
         return count
@@ -59,8 +57,23 @@ class Session:
         differs = np.flatnonzero(self.tokens[:size] != loop.prompt[:size])
         count = int(differs[0]) if differs.size else size
         draft = self.draft_cache if loop.draft_cache is not None else None
-        can = getattr(self.ops, "reaches", lambda cache, draft_cache, length: True)
-        return count if count and can(self.cache, draft, count) else 0
+        reaches = getattr(self.ops, "reaches", None)
+        if reaches is not None:
+            can = count > 0 and reaches(self.cache, draft, count)
+        else:
+            can = getattr(self.ops, "cuts", True) or count == len(self.tokens)
+        return count if can else 0
+
+    def _transfer(self, loop: DecodingLoop, count: int) -> None:
+        """The first `count` tokens to the loop's empty caches, without a copy where the runtime can."""
+        draft = self.draft_cache if loop.draft_cache is not None else None
+        ops: Any = self.ops
+        if hasattr(ops, "move"):
+            ops.move(self.cache, draft, loop.cache, loop.draft_cache, count)
+        elif getattr(ops, "cuts", True):
+            ops.copy(self.cache, draft, loop.cache, loop.draft_cache, count)
+        else:
+            ops.load(ops.save(self.cache, draft, count), loop.cache, loop.draft_cache, count)
 
     def close(self, loop: DecodingLoop) -> None:
         """Take the caches of a loop that ended, or was stopped between two steps."""

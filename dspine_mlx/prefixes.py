@@ -23,7 +23,10 @@ class Saved:
 
 
 class MlxPrefixes:
-    """`protocols.PrefixOps` on MLX. A shorter prefix than was saved can be loaded only from caches of whole K/V."""
+    """`protocols.PrefixOps` on MLX. A shorter prefix than was saved can be loaded only from caches of whole K/V (`cuts`)."""
+
+    def __init__(self, cuts: bool = True) -> None:
+        self.cuts = cuts
 
     def nbytes(self, cache: Any, draft_cache: Any, length: int) -> int:
         """Bytes that `save` would take."""
@@ -71,11 +74,8 @@ def _copied(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def support(target: Any, drafter: Any) -> ServingSupport:
-    """For the server: kept prefixes where caches can be cut anywhere; sequences take turns."""
+    """For the server: kept prefixes; sequences take turns. States and windows cannot be cut: snapshots of them are kept."""
     cache = target.make_cache(1)
-    turns = "sequences take turns, round by round"
-    if isinstance(cache, HybridCache) and cache.gdn_ids:
-        return ServingSupport(None, None, f"{turns}; no kept prefixes: states of linear attention cannot be cut")
-    if any(isinstance(layer, WindowKV) for layer in cache.layers):
-        return ServingSupport(None, None, f"{turns}; no kept prefixes: old rows of a window are gone")
-    return ServingSupport(None, MlxPrefixes(), turns)
+    whole = not any(isinstance(layer, WindowKV) for layer in cache.layers)
+    cuts = whole and not (isinstance(cache, HybridCache) and cache.gdn_ids)
+    return ServingSupport(None, MlxPrefixes(cuts), "sequences take turns, round by round")

@@ -173,8 +173,25 @@ def test_prefixes_for_the_server(pairs):
     ops.load(saved, fresh.cache, fresh.draft_cache, 21)
     fresh.reuse(21)
     assert [event.token for event in fresh.run()] == cold(pair, words(9, 30))[1]
-    assert support(*pairs("hybrid")).prefixes is None and "linear attention" in support(*pairs("hybrid")).reason
-    assert support(*pairs("limited")).prefixes is None
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "limited", "sliding"])
+def test_snapshots_for_the_server(kind, pairs):
+    """States and windows after exactly the saved tokens; a sequence that goes on leaves the snapshot alone."""
+    pair = pairs(kind)
+    ops = support(*pair).prefixes
+    assert ops.cuts is False and support(*pairs("dense")).prefixes.cuts is True
+    prompt, params = words(9, 30), DecodingParams(max_tokens=10, break_even=0.0, prefill_chunk=7)
+    loop = DecodingLoop(*pair, prompt, params, StaticPolicy())
+    while loop.committed < 21:
+        loop.step()
+    saved = ops.save(loop.cache, loop.draft_cache, 21)
+    expected = [event.token for event in loop.run()]
+    for _ in range(2):
+        fresh = DecodingLoop(*pair, prompt, params, StaticPolicy())
+        ops.load(saved, fresh.cache, fresh.draft_cache, 21)
+        fresh.reuse(21)
+        assert [event.token for event in fresh.run()] == expected == cold(pair, prompt)[1]
 
 
 # -- files -------------------------------------------------------------------------------------------------------------------
