@@ -6,6 +6,7 @@ Reading goes through NumPy, so both runtimes see the very same float32 values of
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,18 +50,22 @@ def read_header(path: Path) -> dict[str, _Entry]:
             if length > min(total - 8, 100_000_000):
                 raise ValueError(f"header of {length} bytes in a file of {total}")
             header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError(f"the header is no object but {type(header).__name__}")
         entries = {}
         for name, item in header.items():
             if name == "__metadata__":
                 continue
-            start, end = item["data_offsets"]
+            (start, end), shape = item["data_offsets"], item["shape"]
+            if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+                raise ValueError(f"{name} has shape {shape!r} at bytes {start!r}..{end!r}")
             if item["dtype"] not in _DTYPES:
                 raise ValueError(f"{name} has dtype {item['dtype']}")
-            wanted = int(np.prod(item["shape"], dtype=np.int64)) * np.dtype(_DTYPES[item["dtype"]]).itemsize
+            wanted = math.prod(shape) * np.dtype(_DTYPES[item["dtype"]]).itemsize
             if end - start != wanted or 8 + length + end > total:
                 raise ValueError(f"{name} needs bytes {start}..{end}, the file holds {total - 8 - length}")
             entries[name] = _Entry(path, item["dtype"], tuple(item["shape"]), 8 + length + start, end - start)
-    except (OSError, struct.error, ValueError, KeyError, TypeError) as error:
+    except (OSError, struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: missing or damaged safetensors file ({error}); fetch it again") from error
     return entries
 

@@ -142,7 +142,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: no config.json there; expected a model folder with config.json and safetensors")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")

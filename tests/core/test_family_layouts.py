@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dspine.common.checkpoints import DraftTensors, check_pair
+from dspine.common.checkpoints import DraftTensors, check_pair, read_header
 from dspine.common.configs import load_drafter_config, parse_drafter_config
 from dspine.common.errors import CheckpointError
 from tests.helpers.layouts import SLIDING5, published, write_header, write_layout
@@ -327,3 +327,31 @@ def test_no_pickle_and_no_code_is_looked_at(tmp_path):
     write_layout(tmp_path, data, shapes)
     (tmp_path / "dflash.py").write_text("raise SystemExit('code of a checkpoint was run')")
     opened(tmp_path)
+
+
+def test_deeply_nested_json(tmp_path):
+    deep = b"[" * 100_000
+    (tmp_path / "model.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep)
+    with pytest.raises(CheckpointError, match="damaged safetensors"):
+        read_header(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes(deep)
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        load_drafter_config(tmp_path)
+
+
+def tensor(**changes):
+    return {"fc.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [[], None, 1, {"fc.weight": 1}, {"fc.weight": {}}, tensor(shape=[-2], data_offsets=[0, -8]), tensor(data_offsets=[-8, 0]),
+     tensor(shape=[2**40, 2**40], data_offsets=[0, 0]), tensor(shape="x"), tensor(shape=None), tensor(shape=[2.0]),
+     tensor(dtype=["F32"]), tensor(dtype="F12"), tensor(data_offsets=[0]), tensor(data_offsets=["0", "8"]),
+     tensor(data_offsets=[4, 12]), tensor(shape=[True, 2])],
+)  # fmt: skip
+def test_hostile_headers(header, tmp_path):
+    data = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + bytes(8))
+    with pytest.raises(CheckpointError, match="damaged safetensors"):
+        read_header(tmp_path / "model.safetensors")
