@@ -1,0 +1,216 @@
+"""One round as device work only: draft, select, begin, correct, finish, accept, commit. Every method can be captured.
+
+What a method leaves for the next one lies in the arena, so that each may be a graph of its own. A slot whose budget is used up
+(`remaining` 0) does nothing: rounds launched after a text has ended change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspine.common.acceptance import Verdict, accept_greedy, accept_point_mass, accept_rejection, accept_rejection_dense
+from dspine.common.errors import DSpineError
+from dspine.common.protocols import DraftRequest, Proposal
+from dspine.common.sampling import ACCEPT, DRAFT, DRAW, SamplingParams, sample_index, token_probabilities
+from dspine.common.selection.lengths import LengthTables, correct_length, select_length
+from dspine_cuda.static.arena import REPORT_HEAD, Arena
+from dspine_cuda.static.dense import StaticDense, StaticOutput
+from dspine_cuda.static.drafter import StaticDrafter
+from dspine_cuda.static.hybrid import StaticHybrid, StaticStage, save_stage, saved_stage
+from dspine_cuda.targets.dense import DenseTarget
+from dspine_cuda.targets.hybrid import HybridTarget
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """What is fixed while graphs are captured: acceptance rule, sampling parameters, and the tables of a device-side length
+    policy (None: a fixed length)."""
+
+    rule: str = "greedy"
+    sampling: SamplingParams = SamplingParams()
+    tables: LengthTables | None = None
+    corrected: bool = False  # Eq. 6 on the router's picks too
+
+
+@dataclass(frozen=True)
+class Report:
+    """One slot's round as the host reads it: tokens emitted, of which `accepted` were drafts; the drafts that were verified;
+    whether the draft was finite."""
+
+    tokens: list[int]
+    accepted: int
+    drafts: list[int]
+    finite: bool
+
+
+def read_report(row: np.ndarray) -> Report:
+    """One slot's row of `Arena.report`, int32 [4 + 2 W]."""
+    rows = (len(row) - REPORT_HEAD) // 2
+    emitted, accepted, verified, finite = (int(x) for x in row[:REPORT_HEAD])
+    block, tokens = row[REPORT_HEAD : REPORT_HEAD + rows], row[REPORT_HEAD + rows :]
+    drafts = block[1 : max(verified, 1)].tolist() if finite else []
+    return Report(tokens[:emitted].tolist(), min(accepted, emitted), drafts, bool(finite))
+
+
+class StaticRound:
+    """The steps of one pair on one arena."""
+
+    def __init__(self, target: Any, drafter: Any | None, arena: Arena, rules: RoundRules | None = None) -> None:
+        self.arena, self.rules, self.rows = arena, rules or RoundRules(), arena.shape.rows
+        self.target = static_target(target, arena)
+        self.drafter = StaticDrafter(drafter, arena) if drafter is not None else None
+        self._stage: StaticStage | None = None  # room between a graph of `begin` and one of `finish`
+        self._drawn: tuple[Tensor | None, Tensor] | None = None  # (candidates, q) of drawn drafts
+        self.output: StaticOutput | None = None  # of the newest `verify`, for tests
+
+    # -- the parts ---------------------------------------------------------------------------------------------------------
+
+    def draft(self) -> None:
+        """Drafts behind the anchor, into `block`; signals where a policy reads them."""
+        arena, rules = self.arena, self.rules
+        drawn = rules.rule == "rejection"
+        uniforms = self._uniforms(self.rows - 1, DRAFT) if drawn else None
+        request = DraftRequest(rules.sampling.temperature if drawn else 0.0, uniforms, rules.tables is not None)
+        proposal = self.drafter.propose(request)  # type: ignore[union-attr]
+        tokens = torch.where(proposal.finite[:, None], proposal.tokens, 0)
+        arena.block[:, 0].copy_(arena.anchor)
+        arena.block[:, 1:].copy_(tokens)
+        arena.finite.copy_(proposal.finite)
+        if drawn:
+            self._drawn = proposal.candidates, proposal.q  # type: ignore[assignment]
+        if rules.tables is not None:
+            self._select(proposal)
+
+    def anchor_only(self) -> None:
+        """A block of the anchor alone."""
+        self.arena.block[:, 0].copy_(self.arena.anchor)
+        self.arena.finite.fill_(True)
+
+    def _select(self, proposal: Proposal) -> None:
+        """Eq. 5: `nominal` w0, `upper` u and the survival probabilities. A draft that is not finite is verified as far as its
+        anchor: its length is 1."""
+        arena = self.arena
+        limit = arena.remaining.clamp(max=self.rows)
+        choice = select_length(proposal.confidence, proposal.entropy, limit.clamp(min=2), self.rules.tables)  # type: ignore[arg-type]
+        arena.survival.copy_(choice.survival)
+        most = torch.where(arena.finite, limit, 1).clamp(min=1)
+        arena.nominal.copy_(choice.length)
+        arena.upper.copy_(torch.minimum(choice.stage_zero if self.rules.corrected else choice.length, most))
+        arena.chosen.copy_(torch.minimum(choice.length, most))
+
+    def begin(self, u: int) -> None:
+        """Stage 0 of the first u tokens, kept for `finish`."""
+        stage = self.target.begin(self.arena.block[:, :u], self.live(u))
+        if isinstance(stage, StaticStage):
+            if self._stage is None:
+                self._stage = saved_stage(stage, self.rows)
+            save_stage(self._stage, stage)
+
+    def correct(self) -> None:
+        """Eq. 6: `chosen`, never more than Stage 0 covered."""
+        arena, stage = self.arena, self._stage
+        assert self.rules.tables is not None and stage is not None and stage.picks is not None
+        limit = torch.minimum(arena.upper, arena.remaining.clamp(min=1))
+        found = correct_length(stage.picks, arena.nominal, arena.survival, limit, self.rules.tables)
+        arena.chosen.copy_(found)
+
+    def finish(self, w: int) -> None:
+        """Stage 1 of the first w tokens after `begin`, acceptance and commit."""
+        stage = self._stage if self._stage is not None else self.arena.block
+        self._settle(self.target.finish(stage, w, self.live(w)), w)
+
+    def verify(self, w: int) -> None:
+        """`begin` and `finish` of one known length, nothing kept between them."""
+        live = self.live(w)
+        self._settle(self.target.finish(self.target.begin(self.arena.block[:, :w], live), w, live), w)
+
+    # -- whole rounds of a known length ------------------------------------------------------------------------------------
+
+    def drafted(self, w: int) -> None:
+        """Draft, verify w tokens, accept, commit."""
+        self.draft()
+        self.verify(w)
+
+    def plain(self) -> None:
+        """Plain decoding: the same machinery over a block of one."""
+        self.anchor_only()
+        self.verify(1)
+
+    def live(self, w: int) -> Tensor:
+        """Rows that count, int32 [B]: the budget's and the length's; 0 in slots that have ended."""
+        return self.arena.remaining.clamp(max=w)
+
+    # -- acceptance and commit ---------------------------------------------------------------------------------------------
+
+    def _settle(self, output: StaticOutput, w: int) -> None:
+        self.output = output
+        live = self.live(w)
+        draft = self.arena.block[:, 1:w]
+        limit = (live - 1).clamp(min=0) * self.arena.finite.to(torch.int32)
+        verdict = self._judge(output.logits, draft, limit)
+        m, emitted = self._emit(verdict, draft, live, w)
+        if self.drafter is not None and output.features is not None:
+            self.drafter.commit(output.features, m)
+        self.target.commit(m)
+        self._advance(verdict, m, emitted, live, w)
+
+    def _judge(self, logits: Tensor, draft: Tensor, limit: Tensor) -> Verdict:
+        rules, count = self.rules, draft.shape[1]
+        if rules.rule == "greedy":
+            return accept_greedy(logits, draft, limit)
+        p = token_probabilities(logits, rules.sampling)
+        draw = self._uniforms(count + 1, DRAW)
+        if count == 0:
+            return Verdict(torch.zeros_like(limit), sample_index(p[:, 0], draw[:, 0]))
+        accept = self._uniforms(count, ACCEPT)
+        if rules.rule == "point-mass":
+            return accept_point_mass(p, draft, limit, accept, draw)
+        candidates, q = self._drawn  # type: ignore[misc]
+        if candidates is None:
+            return accept_rejection_dense(p, draft, limit, q[:, :count], accept, draw)
+        return accept_rejection(p, draft, limit, candidates[:, :count], q[:, :count], accept, draw)
+
+    def _emit(self, verdict: Verdict, draft: Tensor, live: Tensor, w: int) -> tuple[Tensor, Tensor]:
+        """(m int32 [B] tokens that are emitted and committed, the tokens int32 [B, w]): cut at a stop token and the budget."""
+        accepted, token = verdict.accepted[:, None], verdict.next_token.to(torch.int32)[:, None]
+        index = torch.arange(w, dtype=torch.int32, device=live.device)
+        row = torch.cat((draft, draft.new_zeros((draft.shape[0], 1))), dim=1)
+        emitted = torch.where(index < accepted, row, token)
+        ends = (emitted[:, :, None] == self.arena.stops).any(dim=-1) & (index <= accepted)
+        first = torch.where(ends, index, w).amin(dim=1)  # the first stop token; w: there is none
+        m = torch.minimum(torch.minimum(verdict.accepted + 1, first + 1), live).to(torch.int32)
+        self._stopped = (first < m) & (live > 0)
+        return m, emitted
+
+    def _advance(self, verdict: Verdict, m: Tensor, emitted: Tensor, live: Tensor, w: int) -> None:
+        """The report, then lengths, anchor and budget move on."""
+        arena, rows = self.arena, self.rows
+        head = torch.stack((m, verdict.accepted.to(torch.int32), live, arena.finite.to(torch.int32)), dim=1)
+        arena.report[:, :REPORT_HEAD].copy_(head)
+        arena.report[:, REPORT_HEAD : REPORT_HEAD + rows].copy_(arena.block)
+        arena.report[:, REPORT_HEAD + rows : REPORT_HEAD + rows + w].copy_(emitted)
+        last = emitted.gather(1, (m - 1).clamp(min=0).to(torch.int64)[:, None])[:, 0]
+        arena.anchor.copy_(torch.where(m > 0, last, arena.anchor))
+        arena.lengths.add_(m)
+        arena.generated.add_(m)
+        arena.remaining.copy_(torch.where(self._stopped, 0, arena.remaining - m))
+
+    def _uniforms(self, count: int, lane: int) -> Tensor:
+        """Uniforms of the next `count` output positions, float32 [B, count]."""
+        table = self.arena.uniforms
+        rows = self.arena.generated.to(torch.int64)[:, None] + torch.arange(count, device=table.device)
+        return table[:, :, lane].gather(1, rows.clamp(max=table.shape[1] - 1))
+
+
+def static_target(target: Any, arena: Arena) -> StaticDense | StaticHybrid:
+    """The static form of a lean target. DSpineError for any other class."""
+    if isinstance(target, DenseTarget):
+        return StaticDense(target, arena)
+    if isinstance(target, HybridTarget):
+        return StaticHybrid(target, arena)
+    raise DSpineError(f"a target of class {type(target).__name__} has no static form: lean dense and hybrid decoders have one")

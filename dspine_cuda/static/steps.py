@@ -1,0 +1,48 @@
+"""What all static steps share: positions and live rows from device-side lengths, and appending K/V at them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspine_cuda.targets.layers import RotaryTables
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where `count` rows of each slot stand: lengths int32 [B], live int32 [B] (rows at or beyond it write to scrap only),
+    rows int64 [B, count] of a K/V store, cos and sin [B, count, 1, size]."""
+
+    lengths: Tensor
+    live: Tensor
+    rows: Tensor
+    cos: Tensor
+    sin: Tensor
+    count: int
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.lengths.shape[0]
+
+
+def place_rows(lengths: Tensor, live: Tensor, count: int, scrap: int, cos: Tensor, sin: Tensor) -> Place:
+    """Row i of slot b at position lengths[b] + i, or at `scrap` where i >= live[b]. Tables [positions, 1, size]."""
+    offsets = torch.arange(count, dtype=torch.int32, device=lengths.device)
+    position = torch.where(offsets < live[:, None], lengths[:, None] + offsets, scrap).to(torch.int64)
+    flat = position.clamp(max=cos.shape[0] - 1).view(-1)
+    shape = (*position.shape, *cos.shape[1:])
+    return Place(lengths, live, position, cos.index_select(0, flat).view(shape), sin.index_select(0, flat).view(shape), count)
+
+
+def target_place(rotary: RotaryTables, lengths: Tensor, live: Tensor, count: int, scrap: int) -> Place:
+    """`place_rows` with a target's tables."""
+    return place_rows(lengths, live, count, scrap, rotary.cos, rotary.sin)
+
+
+def append(store: Tensor, rows: Tensor, place: Tensor) -> None:
+    """store [2, B, Hk, C, D] takes rows [2, B, Hk, w, D] (K above V) at rows `place` int64 [B, w]: one launch."""
+    index = place[None, :, None, :, None].expand(rows.shape)
+    store.scatter_(3, index, rows)
