@@ -20,7 +20,7 @@ from dspine_cuda.training.eval_sets import load_texts, read_sets, save_texts, wr
 from dspine_cuda.training.intervals import acceptance_interval, ratio_interval, tokens_a_round
 from dspine_cuda.training.loop import train
 from dspine_cuda.training.recipe import Recipe, RecipeSettings
-from dspine_cuda.training.simulate import Text, _filled, acceptance_chance, simulate, text_probability
+from dspine_cuda.training.simulate import Text, _filled, acceptance_chance, inference_states, simulate, text_probability
 from dspine_cuda.training.target import load_frozen_target
 from tests.training.test_recipe import prompt_file
 from tests.training.toys import train_settings, write_target, write_tokenizer
@@ -101,7 +101,8 @@ def test_acceptance_of_a_first_draft_is_the_overlap_of_p_and_q(place: Path) -> N
         tokens = torch.cat([prompt.expand(vocab, -1), torch.arange(vocab)[:, None].expand(-1, width + 2)], dim=1)
         cache, likely = _filled(drafter, target, tokens, heat)
         cache.length = anchor
-        q = text_probability(drafter, cache, tokens[:, anchor], tokens[:, anchor + 1 : anchor + 1 + width], heat)
+        states = inference_states(drafter, cache, tokens[:, anchor])
+        q = text_probability(drafter, states, tokens[:, anchor + 1 : anchor + 1 + width], heat)
         p = likely[:, anchor]
         assert float(p.sum()) == pytest.approx(1.0, abs=1e-4) and float(q[:, 0].sum()) == pytest.approx(1.0, abs=1e-4)
         proposal = drafter.propose(cache, tokens[:, anchor], DraftRequest(heat, torch.full((vocab, width), 0.5)))
@@ -120,6 +121,23 @@ def test_acceptance_of_a_first_draft_is_the_overlap_of_p_and_q(place: Path) -> N
         chance = acceptance_chance(q[:, 0], p, rule).numpy()
         spread = np.sqrt((p.numpy() ** 2 * chance * (1 - chance) / 12).sum())
         assert abs(float((p.numpy() * (first - chance)).sum())) < 4 * spread + 1e-6
+
+
+@pytest.mark.parametrize("method", ["dspine", "dflash"])
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+def test_all_anchors_at_once_equal_the_inference_code(place: Path, method: str, heat: float) -> None:
+    target = load_frozen_target(place / "target", torch.device("cpu"), torch.float32)
+    drafter = load_drafter(place / method / "drafter", target)
+    texts = [Text(c.tokens.astype(np.int64), c.prompt_length, i) for i, c in enumerate(load_conversations(place / "data")[:20])]
+    texts.append(Text(texts[0].tokens[: texts[0].start + 1], texts[0].start, 99))  # one token: no round
+    for independent in (False, True):
+        results = [
+            simulate(drafter, target, texts, temperature=heat, seed=3, packed=packed, independent=independent, batch=7)
+            for packed in (True, False)
+        ]
+        assert [r.accepted.tolist() for r in results[0]] == [r.accepted.tolist() for r in results[1]]
+        assert [r.emitted for r in results[0]] == [r.emitted for r in results[1]]
+        assert sum(int(r.accepted.sum()) for r in results[0]) > 5 and len(results[0][-1].accepted) == 0
 
 
 def test_texts_are_kept_and_belong_to_their_settings(place: Path, tmp_path: Path) -> None:

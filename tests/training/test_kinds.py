@@ -15,6 +15,7 @@ from dspine.common.errors import DSpineError
 from dspine_cuda.draft_heads import draft_parts
 from dspine_cuda.drafter import load_drafter
 from dspine_cuda.training.config import HeadsSection, LossSection, ScheduleSection, parse_train_config
+from dspine_cuda.training.data import load_conversations
 from dspine_cuda.training.initial import drafter_config
 from dspine_cuda.training.kinds import (
     TrainableConv,
@@ -28,7 +29,7 @@ from dspine_cuda.training.kinds import (
 from dspine_cuda.training.loop import Trainer, train
 from dspine_cuda.training.losses import ChunkKernels, row_losses
 from dspine_cuda.training.schedules import base_share
-from dspine_cuda.training.simulate import _Spelled
+from dspine_cuda.training.simulate import Text, _Spelled, simulate
 from dspine_cuda.training.target import load_frozen_target
 from tests.training.test_loop import losses, run_of, train_rows
 from tests.training.test_losses import SETTINGS
@@ -190,6 +191,10 @@ def test_every_kind_learns_and_loads(place: Path, kind: str) -> None:
     assert drafter.config.method == kind.partition("_")[0] and drafter.config.block_size == 5
     assert drafter.config.first_row == (0 if kind in ("domino_shift",) or kind.startswith("dspark") else 1)
     assert summary["acceptance"]["tau"] >= 1.0 and summary["acceptance"]["rounds"] > 20
+    texts = [Text(c.tokens.astype(np.int64), c.prompt_length, i) for i, c in enumerate(load_conversations(place / "data")[:8])]
+    for heat in (0.0, 0.7):  # the trainer's forward and the inference code draft the same
+        packed, plain = (simulate(drafter, target, texts, temperature=heat, packed=way) for way in (True, False))
+        assert [r.accepted.tolist() for r in packed] == [r.accepted.tolist() for r in plain]
     card = json.loads((Path(summary["drafter"]) / "config.json").read_text())
     assert card["block_size"] == (4 if kind.startswith("dspark") else 5)
 
