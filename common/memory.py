@@ -220,8 +220,9 @@ def draft_bytes(config: DrafterConfig, folder: Path, item: int) -> int:
 
 
 def draft_context_bytes(config: DrafterConfig, tokens: int, item: int) -> int:
-    """Context K/V of a drafter with room for one block."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * (tokens + config.block_size) * item
+    """Context K/V of a drafter with room for one block; sliding layers hold what their window reaches."""
+    held = [tokens if rule.reach is None else min(tokens, rule.reach) for rule in config.mask_rules()]
+    return 2 * config.num_kv_heads * config.head_dim * sum(rows + config.block_size for rows in held) * item
 
 
 def activation_bytes(card: dict[str, Any], chunk: int, item: int) -> int:

@@ -46,7 +46,7 @@ class MlxPrefixes:
         cache.restore(_copied(saved.target), saved.facts, length)
         if draft_cache is not None:
             assert saved.draft is not None
-            draft_cache.restore(saved.draft, length)
+            draft_cache.restore(saved.draft, length, saved.length)
         mx.async_eval(cache.export(length)[0])
 
     def copy(self, cache: Any, draft_cache: Any, to_cache: Any, to_draft_cache: Any, length: int) -> None:
@@ -65,7 +65,7 @@ class MlxPrefixes:
 
     def reaches(self, cache: Any, draft_cache: Any, length: int) -> bool:
         """Whether `copy` and `move` can go back to `length` tokens."""
-        return cache.reaches(length) and (draft_cache is None or length <= draft_cache.length)
+        return cache.reaches(length) and (draft_cache is None or draft_cache.reaches(length))
 
 
 def _copied(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -77,5 +77,6 @@ def support(target: Any, drafter: Any) -> ServingSupport:
     """For the server: kept prefixes; sequences take turns. States and windows cannot be cut: snapshots of them are kept."""
     cache = target.make_cache(1)
     whole = not any(isinstance(layer, WindowKV) for layer in cache.layers)
-    cuts = whole and not (isinstance(cache, HybridCache) and cache.gdn_ids)
+    windows = drafter is not None and any(rule.reach is not None for rule in drafter.rules)
+    cuts = whole and not windows and not (isinstance(cache, HybridCache) and cache.gdn_ids)
     return ServingSupport(None, MlxPrefixes(cuts), "sequences take turns, round by round")

@@ -10,12 +10,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from dspine.common.cli import doctor as command
+from dspine.common.configs import load_drafter_config
 from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.memory import (
     CacheOptions,
     DeviceMemory,
     MemoryPlan,
     cache_parts,
+    draft_context_bytes,
     host_memory,
     layer_shape,
     plan_memory,
@@ -174,3 +176,13 @@ def test_plan_numbers():
     with pytest.raises(DSpineError, match=r"4.00 GiB for 8 tokens, but 3.99 GiB are usable \(here\)"):
         plan.check(DeviceMemory(4 << 30, (4 << 30) - (1 << 23), "here"), "it")
     assert 0 < host_memory().usable <= host_memory().total
+
+
+def test_m3_a_sliding_drafter_holds_its_window(toy):
+    sizes = {}
+    for name, kinds in (("full", ["full_attention"] * 2), ("half", ["sliding_attention", "full_attention"])):
+        changes = {"layer_types": kinds, "sliding_window": 9}
+        config = load_drafter_config(drafter_folder(toy / name, "dspine", 5, HEAD, 4, **changes))
+        sizes[name] = draft_context_bytes(config, 100, 4)
+    one = 2 * 2 * 8 * 4
+    assert sizes == {"full": 2 * one * 105, "half": one * (105 + 8 + 5)}

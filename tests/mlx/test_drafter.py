@@ -351,7 +351,7 @@ def test_cache_overflow_is_an_error(tmp_path):
     assert cache.nbytes == 6 * row
     drafter.commit(cache, mx.zeros((1, 0, 128)))
     assert cache.length == 0
-    drafter.commit(cache, mx.zeros((1, 1, 128)))
+    drafter.commit(cache, mx.zeros((1, 7, 128)))
     assert cache.nbytes == (10 + 6) * row
     cache.length = 0
     with pytest.raises(DSpineError, match="draft cache holds 11 tokens, its capacity is 10"):

@@ -13,7 +13,7 @@ from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.memory import CacheOptions
 from dspine.common.selection.policies import StaticPolicy
 from dspine.common.sessions import Session
-from dspine_mlx import kv
+from dspine_mlx import draft_cache, kv
 from dspine_mlx.drafter import load_drafter
 from dspine_mlx.prefixes import MlxPrefixes, support
 from dspine_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
@@ -25,6 +25,7 @@ KINDS = {
     "8 bits": lambda: with_options(toy_target("qwen3", head_dim=64), kv_bits=8),
     "limited": lambda: with_options(toy_target("qwen3"), max_kv_size=24),
     "sliding": lambda: toy_target("llama", layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=9),
+    "sliding drafter": lambda: toy_target("qwen3"),
     "hybrid": lambda: hybrid_target("qwen3_5_moe"),
     "hybrid, 8 bits": lambda: with_options(hybrid_target("qwen3_5", head_dim=64), kv_bits=8),
 }
@@ -44,7 +45,9 @@ def pairs(tmp_path_factory):
         if kind not in made:
             target = KINDS[kind]()
             folder = tmp_path_factory.mktemp("drafter")
-            made[kind] = target, load_drafter(drafter_folder(folder / "d", "dspine", 5, target.head_weight()), target)
+            changes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9} if "drafter" in kind else {}
+            folder = drafter_folder(folder / "d", "dspine", 5, target.head_weight(), **changes)
+            made[kind] = target, load_drafter(folder, target)
         return made[kind]
 
     return pair
@@ -53,6 +56,7 @@ def pairs(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_slack(monkeypatch):
     monkeypatch.setattr(kv, "SLACK", 6)
+    monkeypatch.setattr(draft_cache, "STEP", 8)
 
 
 def ask(pair, session, prompt, count=10, stop_after=None, **options):
@@ -109,7 +113,7 @@ def test_m2_thirty_turns_hold_what_the_formula_says(tmp_path):
         size = len(session.tokens)
         row, draft_row = 4 * 2 * 2 * 64 * 4, config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
         held = session.nbytes
-        assert size * (row + draft_row) <= held <= (size + 256 + 10) * row + (size + 256 + 2 * 5) * draft_row
+        assert size * (row + draft_row) <= held <= (size + 256 + 10) * row + (size + 8 + 2 * 5) * draft_row
         assert held == session.cache.nbytes + session.draft_cache.nbytes
         assert abs(mx.get_active_memory() - base - held) <= 0.02 * held, (turn, mx.get_active_memory() - base, held)
 
@@ -123,8 +127,18 @@ def test_another_continuation_is_a_cold_run(kind, pairs):
     other = first[:20] + words(2, 9)
     loop, tokens = ask(pair, session, other)
     assert tokens == cold(pair, other)[1]
-    assert loop.stats.cached_tokens == (20 if kind in ("dense", "8 bits") else 0)
+    assert loop.stats.cached_tokens == (20 if kind in ("dense", "8 bits") else 0), "cut where every layer can be"
     assert ask(pair, session, words(3, 12))[1] == cold(pair, words(3, 12))[1]
+
+
+def test_m3_sliding_layers_of_a_drafter_hold_their_window(pairs):
+    """However long the text: window, block, and a step."""
+    pair = pairs("sliding drafter")
+    session, text = Session(MlxPrefixes()), words(1, 8)
+    for turn in range(6):
+        text += ask(pair, session, text, 20)[1] + words(turn, 3)
+    sliding, full = (session.draft_cache._keys[layer].shape[2] for layer in (0, 1))
+    assert sliding <= 8 + 7 + 2 * 5 + 8 < 100 < full
 
 
 def test_a_stopped_answer_keeps_what_was_committed(pairs):
@@ -175,7 +189,7 @@ def test_prefixes_for_the_server(pairs):
     assert [event.token for event in fresh.run()] == cold(pair, words(9, 30))[1]
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "limited", "sliding"])
+@pytest.mark.parametrize("kind", ["hybrid", "limited", "sliding", "sliding drafter"])
 def test_snapshots_for_the_server(kind, pairs):
     """States and windows after exactly the saved tokens; a sequence that goes on leaves the snapshot alone."""
     pair = pairs(kind)
