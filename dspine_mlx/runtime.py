@@ -94,6 +94,20 @@ class MlxRuntime:
         working = int(facts.get("max_recommended_working_set_size") or facts.get("free_memory") or total)
         return DeviceMemory(total, working, "recommended working set" if device == "metal" else "free device memory")
 
+    def kernel_notes(self) -> dict[str, str]:
+        """For `dspine doctor`: whether this machine's products with packed weights were measured. DSpineError where the table
+        is damaged."""
+        if not self.availability().ok:
+            return {}
+        import mlx.core as mx
+
+        from dspine_mlx.small_rows import load_table
+
+        if not mx.metal.is_available():
+            return {"small-row products": "no Metal here: MLX's own products run"}
+        table, why = load_table(str(mx.device_info()["device_name"]))
+        return {"small-row products": f"chosen by {why}" if table is not None else why}
+
     def parity_backends(self) -> list[ParityBackend]:
         """`mlx-ops` and `metal`, each skipped with a reason where it cannot run."""
         found = self.availability()

@@ -161,6 +161,11 @@ def _kernels(found: Findings, loaded: dict[str, tuple[Runtime | None, Availabili
     backends = [one for runtime, _ in loaded.values() if runtime is not None for one in runtime.parity_backends()]
     forced = kernel_choice() == "reference"
     found.kernel_notes = {backend.name: backend.skipped or f"on {backend.device}" for backend in backends}
+    for runtime, _ in loaded.values():
+        try:
+            found.kernel_notes |= getattr(runtime, "kernel_notes", dict)()
+        except DSpineError as error:
+            found.problems.append(str(error))
     for name in OPERATIONS:
         row = {"operation": name}
         for backend in backends:

@@ -132,3 +132,4 @@ def test_doctor_on_this_pair(dspine):
     assert run.code == 0 and found["pair"]["matches"] and found["pair"]["fits"], found["problems"]
     rows = {row["operation"]: row for row in found["kernels"]}
     assert rows["gdn_verify"]["mlx-ops"] in ("fallback", "native") and "metal" in found["kernel_notes"]
+    assert "small-row products" in found["kernel_notes"]
