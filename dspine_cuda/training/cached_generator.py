@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dspine.common.sampling import DRAW, sample_index, uniforms
-from dspine_cuda.training.generator import Answer, BatchGenerator, Job
+from dspine_cuda.training.generator import Answer, BatchGenerator, Job, fitting_batch
 from dspine_cuda.training.loops import cut_loop
 from dspine_cuda.training.target import FrozenTarget
 
@@ -149,8 +149,11 @@ class CachedGenerator:
                 yield Answer(job, answer, "stop" if int(answer[-1]) in self.stops else "length")
 
 
-def generator_for(target: Any, **settings: Any) -> BatchGenerator | CachedGenerator:
-    """The generator that fits a frozen target; settings as of `BatchGenerator` (capacity, batch, stop_ids, seed, cut_loops)."""
+def generator_for(target: Any, *, most: int | None = None, **settings: Any) -> BatchGenerator | CachedGenerator:
+    """The generator that fits a frozen target; settings as of `BatchGenerator` (capacity, batch, stop_ids, seed, cut_loops).
+    most: jobs there will be, no more slots are made."""
+    if most is not None and isinstance(target, FrozenTarget):
+        settings["batch"] = min(most, settings.get("batch") or fitting_batch(target, settings["capacity"]))
     if isinstance(target, FrozenTarget):
         return BatchGenerator(target, **settings)
     stepper = TransformersStepper(target) if hasattr(target, "generic") else HybridStepper(target)

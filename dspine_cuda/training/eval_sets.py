@@ -96,7 +96,8 @@ def write_texts(
         generator = generator_for(
             target,
             capacity=longest + max_tokens,
-            batch=None if batch is None else min(batch, len(fitting)),
+            batch=batch,
+            most=len(fitting),
             stop_ids=tokenizer.stop_ids,
             seed=seed,
             cut_loops=False,

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from dspine.common.errors import DSpineError
 from dspine.common.sampling import DRAW, sample_index, uniforms
-from dspine_cuda.training.loops import cut_loop, looping_tails
+from dspine_cuda.training.loops import TAIL, cut_loop, looping_tails
 from dspine_cuda.training.target import FrozenTarget
 
 STEPS_A_READ = 16  # steps between two looks of the host
+READS_A_LOOP_CHECK = 4
 WINDOW = 256  # the cache is read up to the next multiple of this
 MAX_BATCH = 2048
 
@@ -84,6 +85,7 @@ class BatchGenerator:
         self._rows = torch.arange(size, device=device)
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._jobs: list[Job | None] = [None] * size
+        self._reads = 0
 
     @torch.no_grad()
     def run(self, jobs: Iterable[Job]) -> Iterator[Answer]:
@@ -197,7 +199,8 @@ class BatchGenerator:
     def _finished(self, highest: np.ndarray) -> Iterator[Answer]:
         done, length = self.done.cpu().numpy(), self.length.cpu().numpy()
         highest[:] = self.position.cpu().numpy()
-        if self.cut_loops:
+        self._reads += 1
+        if self.cut_loops and self._reads % READS_A_LOOP_CHECK == 0:
             self._stop_loops(done, length, highest)
         ended = [slot for slot, job in enumerate(self._jobs) if job is not None and done[slot]]
         if not ended:
@@ -222,9 +225,11 @@ class BatchGenerator:
         ]
         if not running:
             return
-        rows = self.ids[torch.tensor(running, device=self.device)].cpu().numpy()
-        starts = np.array([len(self._jobs[s].tokens) for s in running])  # type: ignore[union-attr]
-        looping = looping_tails(rows, starts, highest[running] + 1)
+        answered = np.array([highest[s] + 1 - len(self._jobs[s].tokens) for s in running])  # type: ignore[union-attr]
+        ends = torch.from_numpy(highest[running] + 1).to(self.device)
+        index = (ends[:, None] - TAIL + torch.arange(TAIL, device=self.device)).clamp(min=0)
+        tails = self.ids[torch.tensor(running, device=self.device)[:, None], index].cpu().numpy()
+        looping = looping_tails(tails, answered)
         caught = [slot for slot, loops in zip(running, looping, strict=True) if loops]
         done[caught], length[caught] = True, highest[caught] + 1
         if caught:

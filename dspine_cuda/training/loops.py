@@ -29,12 +29,15 @@ def cut_loop(tokens: np.ndarray) -> int | None:
     return best
 
 
-def looping_tails(rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Which sequences END in a loop: rows int [n, width], answers at [starts, ends) -> bool [n]."""
-    longest = _span(MAX_PERIOD)
-    index = ends[:, None] - longest + np.arange(longest)
-    tails = np.where(index >= starts[:, None], np.take_along_axis(rows, np.maximum(index, 0), axis=1), -1 - np.arange(longest))
-    result = np.zeros(len(rows), dtype=bool)
+TAIL = _span(MAX_PERIOD)  # tokens at the end of a text that tell whether it ends in a loop
+
+
+def looping_tails(tails: np.ndarray, answered: np.ndarray) -> np.ndarray:
+    """Which texts END in a loop: their last TAIL tokens int [n, TAIL] (anything before the text), tokens answered int [n] (what
+    lies before the answer does not count) -> bool [n]."""
+    outside = np.arange(TAIL) < TAIL - answered[:, None]
+    tails = np.where(outside, -1 - np.arange(TAIL), tails)
+    result = np.zeros(len(tails), dtype=bool)
     for period in range(1, MAX_PERIOD + 1):
         tail = tails[:, -_span(period) :]
         result |= (tail[:, period:] == tail[:, :-period]).all(axis=1)

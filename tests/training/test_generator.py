@@ -9,7 +9,7 @@ import torch
 from dspine.common.errors import DSpineError
 from dspine.common.sampling import DRAW, uniforms
 from dspine_cuda.training.generator import BatchGenerator, Job
-from dspine_cuda.training.loops import cut_loop, looping_tails
+from dspine_cuda.training.loops import TAIL, cut_loop, looping_tails
 from dspine_cuda.training.masks import document_mask
 from dspine_cuda.training.target import FrozenTarget, load_frozen_target
 from tests.training.toys import VOCAB, write_target
@@ -69,9 +69,9 @@ def test_loops_are_cut(target: FrozenTarget) -> None:
     assert cut_loop(loop) == 30 + 20 and cut_loop(loop[:-1]) is None
     assert cut_loop(np.concatenate([text, np.full(30, 9)])) == 46  # dashes: 16 stay
     assert cut_loop(np.concatenate([text, np.full(20, 50), text])) is None
-    rows = np.stack([np.pad(loop, (0, 4)), np.pad(np.arange(60), (0, 4))])
-    assert looping_tails(rows, np.array([0, 0]), np.array([60, 60])).tolist() == [True, False]
-    assert looping_tails(rows, np.array([45, 0]), np.array([60, 60])).tolist() == [False, False]  # the prompt may loop
+    tails = np.stack([np.concatenate([np.full(TAIL - 60, 7), part]) for part in (loop, np.arange(60))])
+    assert looping_tails(tails, np.array([60, 60])).tolist() == [True, False]
+    assert looping_tails(tails, np.array([15, 60])).tolist() == [False, False]  # the prompt may loop
     jobs = [Job(i, np.array([3 + i, 5]), 180) for i in range(4)]  # greedy and random weights: it loops
     free = {a.job.number: a for a in BatchGenerator(target, capacity=200, batch=2, stop_ids=[], cut_loops=False).run(jobs)}
     cut = {a.job.number: a for a in BatchGenerator(target, capacity=200, batch=2, stop_ids=[]).run(jobs)}
