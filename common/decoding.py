@@ -163,8 +163,7 @@ class DecodingLoop:
         self.stats = Statistics(prompt_tokens=len(prompt))
         block = drafter.config.block_size if drafter is not None else 1
         capacity = len(prompt) + self.room + block
-        self.cache = target.make_cache(capacity)
-        self.draft_cache = drafter.make_cache(capacity) if drafter is not None else None
+        self.cache, self.draft_cache = self._make_caches(capacity)
         self.anchor = 0
         self.output: list[int] = []  # every emitted token, the anchor included
         self.finish_reason: str | None = None
@@ -175,6 +174,11 @@ class DecodingLoop:
         if params.sampling.penalised:
             self._counts = np.bincount(self.prompt, minlength=target.info.vocab_size).astype(np.float32)[None]
             self._output_counts = np.zeros_like(self._counts)
+
+    def _make_caches(self, capacity: int) -> tuple[Any, Any]:
+        """The target's cache and the drafter's (None without one), for `capacity` tokens."""
+        draft_cache = self.drafter.make_cache(capacity) if self.drafter is not None else None
+        return self.target.make_cache(capacity), draft_cache
 
     def run(self) -> Iterator[TokenEvent]:
         """The one loop: prefill, then rounds until something ends it."""

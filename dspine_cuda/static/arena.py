@@ -108,8 +108,10 @@ class Arena:
         check_room(self.parts, self.device)
         config, batch, rows = target.config, shape.batch, shape.rows
         target.rotary.grow(shape.store)
+        self.cos, self.sin = target.rotary.cos, target.rotary.sin  # kept: a longer context elsewhere makes new tables
         self.cache = target.make_cache(shape.capacity, batch)
         self.kv: KVCache = getattr(self.cache, "kv", self.cache)
+        self._states = (self.cache.states, self.cache.windows) if isinstance(self.cache, HybridCache) else None
         self.draft_cache: DraftCache | None = None
         if drafter is not None:
             self.draft_cache = DraftCache(drafter.config, shape.capacity, self.dtype, self.device, batch)
@@ -170,6 +172,7 @@ class Arena:
         if self.draft_cache is not None:
             self.draft_cache.length = 0
         if isinstance(self.cache, HybridCache):
+            self.cache.states, self.cache.windows = self._states  # type: ignore[misc]  # an eager commit may have replaced them
             self.cache.states.zero_()
             self.cache.windows.zero_()
         for place in (self.lengths, self.remaining, self.pending_m):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspine.common.attention import block_attention
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Place, append, target_place
+from dspine_cuda.static.steps import Place, append, place_rows
 from dspine_cuda.targets.dense import DenseLayer, DenseTarget
 from dspine_cuda.targets.layers import rotate_
 
@@ -37,7 +37,7 @@ class StaticDense:
     def finish(self, stage: Tensor, w: int, live: Tensor) -> StaticOutput:
         """The first w tokens of each slot, of which live int32 [B] count; K/V go behind the committed ones."""
         target, arena = self.target, self.arena
-        place = target_place(target.rotary, arena.lengths, live, w, arena.scrap)
+        place = place_rows(arena.lengths, live, w, arena.scrap, arena.cos, arena.sin)
         x = F.embedding(stage[:, :w].reshape(-1), target.embedding)
         captured: dict[int, Tensor] = {}
         for index, (layer, store) in enumerate(zip(target.layers, self.stores, strict=True)):

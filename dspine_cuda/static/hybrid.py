@@ -18,7 +18,7 @@ from dspine.common.experts import routed_experts
 from dspine.common.gdn import MAX_TOKENS, GdnFactors, gdn_inputs, gdn_verify_deferred
 from dspine_cuda.static.arena import Arena
 from dspine_cuda.static.dense import StaticOutput
-from dspine_cuda.static.steps import Place, append, target_place
+from dspine_cuda.static.steps import Place, append, place_rows
 from dspine_cuda.targets.hybrid import HybridLayer, HybridTarget
 from dspine_cuda.targets.layers import rotate_
 from dspine_cuda.targets.mixers import AttentionMixer, GdnMixer
@@ -113,7 +113,8 @@ class StaticHybrid:
         self._fresh = []
 
     def _place(self, count: int, live: Tensor) -> Place:
-        return target_place(self.target.rotary, self.arena.lengths, live, count, self.arena.scrap)
+        arena = self.arena
+        return place_rows(arena.lengths, live, count, arena.scrap, arena.cos, arena.sin)
 
     def _rows(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens.reshape(-1), self.target.embedding)

@@ -124,10 +124,10 @@ class StaticRound:
         stage = self._stage if self._stage is not None else self.arena.block
         self._settle(self.target.finish(stage, w, self.live(w)), w)
 
-    def verify(self, w: int) -> None:
-        """`begin` and `finish` of one known length, nothing kept between them."""
+    def verify(self, w: int, drafting: bool = True) -> None:
+        """`begin` and `finish` of one known length, nothing kept between them. drafting: the drafter's context goes on too."""
         live = self.live(w)
-        self._settle(self.target.finish(self.target.begin(self.arena.block[:, :w], live), w, live), w)
+        self._settle(self.target.finish(self.target.begin(self.arena.block[:, :w], live), w, live), w, drafting)
 
     # -- whole rounds of a known length ------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class StaticRound:
     def plain(self) -> None:
         """Plain decoding: the same machinery over a block of one."""
         self.anchor_only()
-        self.verify(1)
+        self.verify(1, drafting=False)
 
     def live(self, w: int) -> Tensor:
         """Rows that count, int32 [B]: the budget's and the length's; 0 in slots that have ended."""
@@ -147,14 +147,14 @@ class StaticRound:
 
     # -- acceptance and commit ---------------------------------------------------------------------------------------------
 
-    def _settle(self, output: StaticOutput, w: int) -> None:
+    def _settle(self, output: StaticOutput, w: int, drafting: bool = True) -> None:
         self.output = output
         live = self.live(w)
         draft = self.arena.block[:, 1:w]
         limit = (live - 1).clamp(min=0) * self.arena.finite.to(torch.int32)
         verdict = self._judge(output.logits, draft, limit)
         m, emitted = self._emit(verdict, draft, live, w)
-        if self.drafter is not None and output.features is not None:
+        if drafting and self.drafter is not None and output.features is not None:
             self.drafter.commit(output.features, m)
         self.target.commit(m)
         self._advance(verdict, m, emitted, live, w)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspine_cuda.targets.layers import RotaryTables
-
 
 @dataclass(frozen=True)
 class Place:
@@ -35,11 +33,6 @@ def place_rows(lengths: Tensor, live: Tensor, count: int, scrap: int, cos: Tenso
     flat = position.clamp(max=cos.shape[0] - 1).view(-1)
     shape = (*position.shape, *cos.shape[1:])
     return Place(lengths, live, position, cos.index_select(0, flat).view(shape), sin.index_select(0, flat).view(shape), count)
-
-
-def target_place(rotary: RotaryTables, lengths: Tensor, live: Tensor, count: int, scrap: int) -> Place:
-    """`place_rows` with a target's tables."""
-    return place_rows(lengths, live, count, scrap, rotary.cos, rotary.sin)
 
 
 def append(store: Tensor, rows: Tensor, place: Tensor) -> None:
