@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
@@ -141,7 +142,8 @@ async def _answer(request: Request, body: Any, kind: str, make: Make, service: S
     """Plan, queue, and collect or stream. The status of a stream is decided by its first update."""
     channel = Channel()
     facts = request.scope["dspine"]
-    plan = make(body, facts["client"], channel.sink)
+    running = asyncio.get_running_loop()  # templates, tokenizing and grammars of long requests must not hold up other streams
+    plan = await running.run_in_executor(service.planner, make, body, facts["client"], channel.sink)
     answer = Answer(kind, body.model, plan, service.engine.tokenizer, service.stop_ids)
     facts |= {"stream": bool(body.stream), "choices": len(plan.jobs)}
     scheduler.submit(plan.jobs)

@@ -56,6 +56,7 @@ class Server:
 
     def close(self, grace: float = 0.0) -> bool:
         """End the worker; true if every request was finished."""
+        self.service.planner.shutdown(wait=False)
         return self.scheduler.stop(grace)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ class Service:
         self.stop_ids = stop_token_ids(engine.tokenizer, info.eos_token_ids)
         self.prompts = Prompts(engine.tokenizer, self.context)
         self.grammars = Grammars(self.prompts, info.vocab_size, self.stop_ids)
+        self.planner = ThreadPoolExecutor(1, thread_name_prefix="dspine-plan")  # one: tokenizers are not made for more
         drafts = engine.drafter is not None
         self.policy: PolicyChoice = choose_policy(
             settings.policy, engine, calibration=settings.calibration, acceptance=settings.acceptance, draft=drafts
