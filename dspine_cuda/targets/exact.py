@@ -51,8 +51,8 @@ def make_wide_norm(weight: Tensor, eps: float, dtype: torch.dtype, *, half: bool
     """
     size = weight.shape[-1]
     if weight.device.type != "cpu":
-        if dtype == torch.float32 and weight.dim() == 1:
-            return lambda x: F.rms_norm(x, (size,), weight, eps)
+        if weight.dim() == 1:  # one fused kernel, which torch has only where x and the weight are of one dtype
+            return lambda x: F.rms_norm(x.to(torch.float32), (size,), weight, eps).to(dtype)
         return lambda x: (F.rms_norm(x.to(torch.float32), (size,), None, eps) * weight).to(dtype)
     floor, scaled = torch.tensor(math.sqrt(size * eps)), weight * math.sqrt(size)
 
