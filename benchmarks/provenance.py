@@ -1,49 +1,5 @@
-"""Where a figure comes from: commit, machine, versions, command. A result without them is not a result."""
+"""Where a figure comes from: the facts that `dspine bench` puts into its reports, for the scripts here."""
 
-from __future__ import annotations
+from dspine.common.bench.provenance import PACKAGES, provenance
 
-import importlib.metadata
-import os
-import platform
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
-PACKAGES = ("dspine", "torch", "triton", "mlx", "mlx-lm", "transformers", "numpy")
-
-
-def provenance() -> dict[str, Any]:
-    """Facts of this run as plain JSON values."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return {
-        "commit": _commit(),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
-def _commit() -> str:
-    root = Path(__file__).resolve().parent.parent
-    run = ["git", "-C", str(root)]
-    head = subprocess.run([*run, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    if head.returncode:
-        return "unknown (no git)"
-    dirty = subprocess.run([*run, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout.strip()
-    return head.stdout.strip() + ("-dirty" if dirty else "")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if lines and lines[0]:
-            return lines[0]
-    return platform.processor() or platform.machine()
+__all__ = ["PACKAGES", "provenance"]

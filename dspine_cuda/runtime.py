@@ -8,7 +8,7 @@ from pathlib import Path
 from dspine.common.errors import BackendError
 from dspine.common.memory import DeviceMemory
 from dspine.common.parity.backends import ParityBackend
-from dspine.common.protocols import Availability, Drafter, ServingSupport, Target
+from dspine.common.protocols import Availability, Drafter, ServingSupport, Target, Timer
 
 INSTALL = 'pip install "dspine[cuda]"'
 
@@ -40,6 +40,15 @@ class TorchRuntime:
         ops.register()
         return load_target(Path(folder), device=device, dtype=dtype)
 
+    def load_random_target(self, folder: Path, *, device: str = "auto", dtype: str = "auto") -> Target:
+        """A target of a folder that has a config.json only, its weights drawn on the device: for `dspine bench`."""
+        self._require()
+        from dspine_cuda import ops
+        from dspine_cuda.targets.load import load_target
+
+        ops.register()
+        return load_target(Path(folder), device=device, dtype=dtype, random_weights=True)
+
     def load_drafter(self, folder: Path, target: Target) -> Drafter:
         """A drafter folder, bound to `target`."""
         self._require()
@@ -69,6 +78,13 @@ class TorchRuntime:
 
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(total, free, "free device memory")
+
+    def timer(self, device: str) -> Timer:
+        """CUDA events; the host's clock on the CPU."""
+        self._require()
+        from dspine_cuda.timer import make_timer
+
+        return make_timer(device)
 
     def parity_backends(self) -> list[ParityBackend]:
         """`torch-ops` and `triton`, each skipped with a reason where it cannot run."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dspine.common.errors import BackendError
 from dspine.common.memory import CacheOptions, DeviceMemory
 from dspine.common.parity.backends import ParityBackend
-from dspine.common.protocols import Availability, ServingSupport
+from dspine.common.protocols import Availability, ServingSupport, Timer
 
 _INSTALL = "pip install 'dspine[mlx]'"
 
@@ -93,6 +94,21 @@ class MlxRuntime:
         total = int(facts.get("memory_size") or facts.get("total_memory") or 0)
         working = int(facts.get("max_recommended_working_set_size") or facts.get("free_memory") or total)
         return DeviceMemory(total, working, "recommended working set" if device == "metal" else "free device memory")
+
+    def timer(self, device: str) -> Timer:
+        """The host's clock, after MLX has computed what a mark is given."""
+        self._require()
+        from dspine_mlx.timer import make_timer
+
+        return make_timer(device)
+
+    def tune(self, folder: Path, announce: Callable[[str], None]) -> Path | None:
+        """`dspine bench --tune`: time the small-row kernels against MLX's own on this model's shapes; the table's file, or
+        None where the model has nothing they know. BackendError without Metal."""
+        self._require()
+        from dspine_mlx.tune import tune_folder
+
+        return tune_folder(folder, announce)
 
     def kernel_notes(self) -> dict[str, str]:
         """For `dspine doctor`: whether this machine's products with packed weights were measured. DSpineError where the table

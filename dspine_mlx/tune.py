@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated
 
@@ -70,25 +71,38 @@ def _ratio(layer: nn.Module, shape: Shape, rows: int, picks: int, measure: Measu
     return measure(lambda: own(x, chosen)) / measure(lambda: layer(x, chosen))
 
 
+def tune_folder(folder: Path, announce: Callable[[str], None]) -> Path | None:
+    """Measure the shapes of one model folder, a line each through `announce`, and keep the table; None where there is nothing
+    to measure. BackendError without Metal."""
+    from mlx_lm.utils import load_model
+
+    _need_metal()
+    loaded, _ = load_model(folder)
+    device = str(mx.device_info()["device_name"])
+    table = None
+    for line, so_far in tune(loaded, device=device, picks=picks_of(loaded)):
+        announce(line)
+        table = so_far
+    if table is None:
+        announce(f"{folder.name} has no packed layers that the kernels know: nothing to measure")
+        return None
+    return save_table(table)
+
+
+def _need_metal() -> None:
+    if not mx.metal.is_available():
+        raise BackendError("dspine tune measures Metal kernels, and there is no Metal here: MLX's own products run")
+
+
 def tune_command(
     model: Annotated[str, typer.Option(help="A quantised model: a folder or a hub id.")] = EMBEDDED_NAME,
 ) -> None:
     """Measure which products the small-row Metal kernels make faster, and keep the table for this machine."""
-    from mlx_lm.utils import load_model
-
-    if not mx.metal.is_available():
-        raise BackendError("dspine tune measures Metal kernels, and there is no Metal here: MLX's own products run")
+    _need_metal()
     console = Console(stderr=True, highlight=False)
-    loaded, _ = load_model(resolve_model(model))
-    device = str(mx.device_info()["device_name"])
-    table = None
-    for line, so_far in tune(loaded, device=device, picks=picks_of(loaded)):
-        console.print(line, markup=False)
-        table = so_far
-    if table is None:
-        console.print(f"{model} has no packed layers that the kernels know: nothing to measure", markup=False)
-        return
-    sys.stdout.write(f"{save_table(table)}\n")
+    path = tune_folder(resolve_model(model), lambda line: console.print(line, markup=False))
+    if path is not None:
+        sys.stdout.write(f"{path}\n")
 
 
 if __name__ == "__main__":

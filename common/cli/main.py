@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dspine.common.cli import bench as bench_command
 from dspine.common.cli import cache_prompt as cache_prompt_command
 from dspine.common.cli import calibrate as calibrate_command
 from dspine.common.cli import chat as chat_command
@@ -59,6 +60,7 @@ def build_app() -> typer.Typer:
     app.callback()(_root)
     app.command("generate")(command_from(GenerateOptions, generate_command.generate))
     app.command("calibrate")(command_from(calibrate_command.CalibrateOptions, calibrate_command.calibrate_command))
+    app.command("bench")(command_from(bench_command.BenchOptions, bench_command.bench_command))
     app.command("chat")(command_from(chat_command.ChatOptions, chat_command.chat))
     app.command("cache-prompt")(command_from(cache_prompt_command.CachePromptOptions, cache_prompt_command.cache_prompt))
     app.command("prepare")(_prepare)

@@ -139,12 +139,12 @@ class DenseTarget:
 
     record_routing = False  # no routers here
 
-    def __init__(self, folder: Path, config: DecoderConfig, info: TargetInfo) -> None:
+    def __init__(self, folder: Path, config: DecoderConfig, info: TargetInfo, tensors: TargetTensors | None = None) -> None:
         self.config, self.info = config, info
         self.dtype, self.device = getattr(torch, info.dtype), torch.device(info.device)
         self.arrays = TorchArrays(self.device)
         self.taps: tuple[int, ...] = ()
-        tensors = TargetTensors(folder)
+        tensors = tensors or TargetTensors(folder)
         tensors.check(config.tensors(), optional=frozenset({"lm_head.weight"}) if config.tied else frozenset())
         with torch.no_grad():
             self._load(tensors)

@@ -52,11 +52,12 @@ def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, "float32: this CPU has no bfloat16 products"
 
 
-def load_target(folder: Path, *, device: str = "auto", dtype: str = "auto") -> Target:
+def load_target(folder: Path, *, device: str = "auto", dtype: str = "auto", random_weights: bool = False) -> Target:
     """A Hugging Face model folder as a `protocols.Target`.
 
     Llama, Qwen3, Qwen3-MoE, Qwen3.5 (dense and MoE) and Qwen3-Next run on lean decoders of this project; any other plain
-    decoder through `transformers`. Raises
+    decoder through `transformers`. random_weights: the folder has a config.json only, and numbers are drawn on the device
+    (lean decoders only). Raises
     `CheckpointError` for a folder that is missing, damaged or cannot be rolled back, `BackendError` for an absent device.
     """
     folder = Path(folder)
@@ -64,7 +65,7 @@ def load_target(folder: Path, *, device: str = "auto", dtype: str = "auto") -> T
     data = read_target_config(folder, fp8_families=HYBRID_FAMILIES)
     place = choose_device(device)
     if data["model_type"] in HYBRID_FAMILIES:
-        return _load_hybrid(folder, data, place, dtype)
+        return _load_hybrid(folder, data, place, dtype, random_weights)
     number, why = choose_dtype(dtype, place)
     obstacle = lean_obstacle(data, where)
     if obstacle is None:
@@ -78,7 +79,14 @@ def load_target(folder: Path, *, device: str = "auto", dtype: str = "auto") -> T
             "context_length": config.context_length,
         }
         info = _info(folder, data, place, number, f"lean decoder, {config.model_type} family; {why}", facts)
-        return DenseTarget(folder, config, info)
+        tensors = None
+        if random_weights:
+            from dspine_cuda.targets.random_tensors import RandomTensors
+
+            tensors = RandomTensors(folder, config.tensors(), number, place)
+        return DenseTarget(folder, config, info, tensors)
+    if random_weights:
+        raise DSpineError(f"{folder}: random weights need a lean decoder ({obstacle})")
     from dspine_cuda.targets.generic import load_generic
 
     return load_generic(
@@ -89,7 +97,7 @@ def load_target(folder: Path, *, device: str = "auto", dtype: str = "auto") -> T
     )
 
 
-def _load_hybrid(folder: Path, data: dict[str, Any], place: torch.device, dtype: str) -> Target:
+def _load_hybrid(folder: Path, data: dict[str, Any], place: torch.device, dtype: str, random_weights: bool) -> Target:
     """A family of `HYBRID_FAMILIES` on its lean decoder."""
     from dspine_cuda.targets.hybrid import HybridTarget
     from dspine_cuda.targets.hybrid_tensors import HybridTensors
@@ -107,6 +115,10 @@ def _load_hybrid(folder: Path, data: dict[str, Any], place: torch.device, dtype:
     info = _info(folder, text_config(data, where), place, number, adapter, facts)
     if block is not None:
         info = replace(info, quantization=f"fp8 blocks of {block[0]} x {block[1]}, multiplied out at load")
+    if random_weights:
+        from dspine_cuda.targets.random_tensors import RandomHybridTensors
+
+        return HybridTarget(folder, config, info, RandomHybridTensors(folder, config, number, place))
     return HybridTarget(folder, config, info, HybridTensors(folder, block))
 
 
