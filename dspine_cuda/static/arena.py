@@ -57,7 +57,7 @@ def arena_bytes(target: Any, drafter: Any | None, shape: ArenaShape) -> dict[str
     """Bytes of every part of an arena, before anything is allocated.
 
     kv: layers x 2 x B x Hk x C x D; states 4 Lg B Hv Dv Dk; factors: z and g in float32, k and the inputs in the model's dtype,
-    W rows each; round: logits 4 B W V, features B W F, and the small integers.
+    W rows each; round: uniforms, and logits 4 B W V and features B W F, which lie in the graphs' pool.
     """
     config, size, batch, rows = target.config, target.dtype.itemsize, shape.batch, shape.rows
     layout = getattr(config, "gdn", None)
@@ -122,7 +122,6 @@ class Arena:
         self.block = self._ints(batch, rows)
         self.finite = torch.ones(batch, dtype=torch.bool, device=self.device)
         self.survival = torch.zeros((batch, max(rows - 1, 1)), device=self.device)
-        self.logits = torch.zeros((batch, rows, config.vocab_size), device=self.device)
         self.report = self._ints(batch, REPORT_HEAD + 2 * rows)
         self.pending: GdnFactors | None = None
         if isinstance(self.cache, HybridCache) and self.cache.gdn_index:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from dspine.common.decoding import DecodingParams, decode  # noqa: E402
-from dspine.common.errors import DSpineError  # noqa: E402
 from dspine.common.protocols import DraftRequest  # noqa: E402
-from dspine.common.registry import reference_only  # noqa: E402
 from dspine_cuda.drafter import load_drafter  # noqa: E402
 from dspine_cuda.runtime import RUNTIME  # noqa: E402
-from dspine_cuda.static.arena import Arena, ArenaShape, arena_bytes, check_room  # noqa: E402
-from dspine_cuda.static.round import RoundRules, StaticRound, read_report  # noqa: E402
+from dspine_cuda.static.arena import Arena, ArenaShape  # noqa: E402
+from dspine_cuda.static.round import StaticRound, read_report  # noqa: E402
 from tests.helpers.drafters import drafter_folder  # noqa: E402
 from tests.helpers.hybrids import save_hybrid  # noqa: E402
 from tests.helpers.models import VOCAB, one_thread, prompt, save_tiny  # noqa: E402
@@ -67,8 +61,10 @@ def forced(round_, row):
     round_.arena.finite.fill_(True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("w", [1, 2, 5, 8])
+LENGTHS = [(f, w) for f in ("qwen3", "qwen3_5_moe_text") for w in range(1, WIDTH + 1)]
+
+
+@pytest.mark.parametrize(("family", "w"), [*LENGTHS, *((f, 5) for f in FAMILIES if f not in ("qwen3", "qwen3_5_moe_text"))])
 def test_every_length_and_acceptance(pairs, family, w):
     """Logits, features and what follows are those of the eager target after every accepted count."""
     target, drafter = pairs[family]
