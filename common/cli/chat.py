@@ -121,7 +121,7 @@ class Chat:
             self.messages.append({"role": "system", "content": self._system})
 
     def answer(self, text: str, stop: Callable[[], bool] = lambda: False) -> str:
-        """Send one message, write the answer as it comes, and keep both. `stop` is asked after every token.
+        """Send one message, write the answer as it comes, and keep both. `stop` is asked after every round.
 
         A message that the model cannot take (too long, not text) is not kept: DSpineError, and the chat goes on.
         """
@@ -136,7 +136,7 @@ class Chat:
                 pieces.append(step.text)
                 tokens.append(step.token)
                 last = step.stats
-                if stop():
+                if stop() and len(tokens) == step.stats.generated_tokens:  # all of its round: what the caches hold
                     break
         if last is not None:
             self.totals.add(last)

@@ -15,9 +15,17 @@ from transformers import PreTrainedTokenizerFast
 
 from dspine.common import memory
 from dspine.common.cli import main as cli
+from dspine.common.cli.chat import Chat
+from dspine.common.cli.generate import build_engine, build_request, with_policy
+from dspine.common.cli.options import GenerateOptions
+from dspine.common.generation import generate
+from tests.helpers.drafters import Prompted
 from tests.mlx.toys import VOCAB, drafter_folder, save_model, toy_model
 
-TEMPLATE = "{% for m in messages %}{{ ' w90 ' + m.content }}{% endfor %}{% if add_generation_prompt %} w91 {% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ (' w90 ' if m.role == 'user' else ' w91 ') + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %} w91 {% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +88,24 @@ def test_a_chat_goes_on_from_its_caches_and_from_a_file(dspine, tmp_path):
     assert cached.out == plain.out
     kept = [int(re.search(r"(\d+) of them kept", run.err)[1]) for run in (plain, cached)]
     assert kept[0] > 0 and kept[1] == kept[0] + 5, kept
+
+
+def test_a_stopped_answer_is_gone_on_from(folders):
+    """Ctrl-C in the middle of a round's tokens: what is shown is what the caches hold, so the next message reuses all of it."""
+    options = GenerateOptions(
+        prompt="chat", model=str(folders[0]), draft_model=str(folders[1]), backend="mlx", max_tokens=40, ignore_eos=True
+    )
+    request, engine = build_request(options), build_engine(options)
+    ids = [90, 5, 6, 7, 91]
+    text = generate(engine, ids, draft=False, max_tokens=60, ignore_eos=True).token_ids
+    engine.drafter = Prompted(engine.drafter, ids, text, wrong_every=9)  # rounds of several tokens
+    shown: list[str] = []
+    chat = Chat(engine, with_policy(request, engine, options), write=shown.append)
+    reply = chat.answer("w5 w6 w7", stop=lambda: len(shown) > 7)
+    assert 8 < len(reply.split()) < 40 and reply.split() == [f"w{token}" for token in text[: len(reply.split())]]
+    held = len(chat.session.tokens)
+    chat.answer("w20", stop=lambda: True)
+    assert chat.totals.cached_tokens == held == len(ids) + len(reply.split()) - 1
 
 
 def test_flags_that_do_not_go_together(dspine, tmp_path):
