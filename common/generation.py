@@ -64,13 +64,15 @@ def load(
     cache: CacheOptions | None = None,
     plan_tokens: int = PLAN_TOKENS,
     announce: Callable[[str], None] | None = None,
+    graphs: str = "auto",
 ) -> Engine:
     """Load a target and its drafter on one runtime.
 
     model: `smollm2`, a folder, or a hub id. draft_model: `auto` (the known pair, a note where there is none), None (plain
     decoding), a folder or a hub id. A drafter that was named and does not load is an error, never a silent fallback.
     cache: how K/V are kept. Before anything is loaded, the memory of the pair with `plan_tokens` in its caches is handed to
-    `announce` as a line, and refused with the numbers where it cannot fit.
+    `announce` as a line, and refused with the numbers where it cannot fit. graphs: whole rounds as CUDA graphs, `auto`, `on`
+    (an error where they cannot run) or `off`; `Engine.rounds_reason` says what was taken.
     """
     cache = cache or CacheOptions()
     check_cache_options(runtime, cache)
@@ -85,6 +87,7 @@ def load(
     options = {} if cache.plain else {"cache": cache}
     target = runtime.load_target(folder, device=device, dtype=dtype, **options)
     drafter = runtime.load_drafter(draft_folder, target) if draft_folder is not None else None
+    rounds, rounds_reason = _rounds(runtime, target, drafter, graphs)
     device = target.info.device
     return Engine(
         target=target,
@@ -95,6 +98,8 @@ def load(
         model=model,
         draft_model=str(draft_folder) if draft_folder is not None else None,
         notes=notes,
+        rounds=rounds,
+        rounds_reason=rounds_reason,
         device_class=device_class(device.partition(":")[0], runtime.accelerator(device)),
     )
 
@@ -107,6 +112,29 @@ def check_cache_options(runtime: Runtime, cache: CacheOptions) -> None:
             raise DSpineError(
                 f"{name}: the {runtime.name} runtime keeps whole K/V in full precision only; drop it, or --backend mlx"
             )
+
+
+def _rounds(runtime: Runtime, target: Any, drafter: Any, graphs: str) -> tuple[Any, str]:
+    """What this runtime offers for rounds without the CPU, and why."""
+    make = getattr(runtime, "graph_rounds", None)
+    if make is not None:
+        return make(target, drafter, graphs)
+    if graphs == "on":
+        raise DSpineError(f"graphs on: the {runtime.name} runtime has no graphs; drop it, or --backend torch on a CUDA device")
+    return None, f"the {runtime.name} runtime has no graphs"
+
+
+def _make_loop(
+    engine: Engine, drafter: Any, ids: Sequence[int], params: DecodingParams, policy: Any, kept: bool
+) -> DecodingLoop:
+    """Static rounds where the engine has them and they fit this request, else the eager loop. kept: a session keeps the caches,
+    and those of static rounds serve the next request."""
+    if engine.rounds is not None:
+        found, reason = (None, "a session keeps the caches") if kept else engine.rounds.loop(drafter, ids, params, policy)
+        engine.rounds_reason = reason
+        if found is not None:
+            return found
+    return DecodingLoop(engine.target, drafter, ids, params, policy)
 
 
 def _check_memory(
@@ -174,7 +202,7 @@ def stream_generate(
     params = DecodingParams(max_tokens, sampling, acceptance, stop_ids, request, prefill_chunk, break_even)
     drafter = engine.drafter if draft else None
     chosen = choose_policy(policy, engine, calibration=calibration, acceptance=acceptance, draft=draft)
-    loop = DecodingLoop(engine.target, drafter, ids, params, chosen.policy)
+    loop = _make_loop(engine, drafter, ids, params, chosen.policy, session is not None)
     events = (session or Session(None)).run(loop, progress)
     return _with_text(events, Detokenizer(engine.tokenizer))
 

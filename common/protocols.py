@@ -287,6 +287,14 @@ class TimedRuntime(Protocol):
     def timer(self, device: str) -> Timer: ...
 
 
+class Rounds(Protocol):
+    """Whole rounds as device work (CUDA graphs)."""
+
+    def loop(self, drafter: Drafter | None, prompt: Sequence[int], params: Any, policy: LengthPolicy) -> tuple[Any, str]:
+        """(A `DecodingLoop` for this request, how its rounds run), or (None, why it runs in the eager loop)."""
+        ...
+
+
 @dataclass
 class Engine:
     """A loaded pair, ready to generate: what `load` of either runtime returns."""
@@ -299,4 +307,6 @@ class Engine:
     model: str
     draft_model: str | None
     notes: list[str] = field(default_factory=list)
+    rounds: Rounds | None = None  # rounds without the CPU, where the runtime has them for this pair
+    rounds_reason: str = ""  # why rounds run as they do: set by `load`, and again by each request
     device_class: str = ""  # kind and accelerator of the target's device, e.g. `cuda-nvidia-h200`; "" is info.device's kind

@@ -193,6 +193,7 @@ def build_engine(
             cache=cache_options(options),
             plan_tokens=options.max_tokens + plan_tokens,
             announce=announce,
+            graphs=str(options.graphs),
         )
     if options.compare and engine.drafter is None:
         raise DSpineError(f"--compare needs a drafter, and none is known for {options.model!r}: name one with --draft-model")
@@ -251,6 +252,7 @@ def build_report(options: GenerateOptions, engine: Engine, request: Request, run
         "same_tokens_as_plain": run.token_ids == plain.token_ids if plain is not None else None,
         "backend": engine.runtime,
         "backend_reason": engine.backend_reason,
+        "rounds_reason": engine.rounds_reason,
         "device": info.device,
         "dtype": info.dtype,
         "adapter": info.adapter,

@@ -22,6 +22,7 @@ from dspine.common.selection.policies import AUTO_POLICY
 _SAMPLING, _DECODING = SamplingParams(), DecodingParams()
 
 Acceptance = StrEnum("Acceptance", [(rule, rule) for rule in (AUTO, *RULES)])
+Graphs = StrEnum("Graphs", [(name, name) for name in (AUTO, "on", "off")])
 DType = StrEnum("DType", [(name, name) for name in (AUTO, "bfloat16", "float32")])
 
 _MODEL, _SAMPLE, _SPECULATE, _OUTPUT = "Model", "Sampling", "Speculation", "Output"
@@ -45,6 +46,7 @@ class GenerateOptions:
     backend: Annotated[str, flag("`auto`, `mlx` or `torch`.", _MODEL)] = AUTO
     device: Annotated[str, flag("`auto`, or a device of the backend: cpu, cuda, metal.", _MODEL)] = AUTO
     dtype: Annotated[DType, flag("Number format of weights and activations.", _MODEL)] = DType[AUTO]
+    graphs: Annotated[Graphs, flag("Whole rounds as CUDA graphs.", _MODEL)] = Graphs[AUTO]
 
     max_kv_size: Annotated[int | None, flag("Keep K/V of the first 4 and the newest tokens, so many in all.", _CACHE)] = None
     kv_bits: Annotated[int | None, flag("Keep K/V at 4 or 8 bits.", _CACHE)] = None

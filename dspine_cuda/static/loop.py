@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dspine.common.decoding import DecodingLoop, DecodingParams, Round, resolve_acceptance
-from dspine.common.errors import DSpineError
+from dspine.common.errors import BackendError, DSpineError
 from dspine.common.protocols import LengthPolicy
 from dspine.common.sampling import uniforms
 from dspine.common.selection.calibrated import HybridSpecPolicy, NominalPolicy
@@ -27,10 +27,13 @@ from dspine_cuda.graphs import PLAIN, POLICY, GraphRunner, Mode, Runner
 from dspine_cuda.static import drafter as static_drafter
 from dspine_cuda.static.arena import STOP_IDS, Arena, ArenaShape
 from dspine_cuda.static.round import RoundRules, StaticRound, read_report
+from dspine_cuda.static.switch import switch_support
 from dspine_cuda.targets.dense import DenseTarget
 from dspine_cuda.targets.hybrid import HybridTarget
 
 SMALLEST_ARENA = 2048  # tokens
+GRAPHS = ("auto", "on", "off")
+AUTO_ON_CUDA = False  # until `tests/gpu/test_graphs.py` has passed on hardware and the gain is measured
 KEPT_RUNNERS = 4  # sets of graphs, one for each way of sampling; the oldest goes first
 HEADS = (16, 256)  # sizes of `block_attention`'s kernel
 
@@ -236,3 +239,21 @@ class StaticLoop(DecodingLoop):
             self.draft_cache = None
         self.stats.verify_seconds += perf_counter() - started
         return result
+
+
+def graph_rounds(target: Any, drafter: Any | None, mode: str) -> tuple[GraphDecoder | None, str]:
+    """A decoder with graphs for a loaded pair, or None and the reason. mode: `auto` (where they run), `on` (an error where they
+    do not: no CUDA, an adapter without static form, head sizes, dtypes), `off`."""
+    if mode not in GRAPHS:
+        raise DSpineError(f"graphs must be one of {', '.join(GRAPHS)}, got {mode!r}")
+    if mode == "off":
+        return None, "graphs are off"
+    device = torch.device(target.info.device)
+    why = f"no CUDA: the target is on {device}" if device.type != "cuda" else pair_refusal(target, drafter)
+    if why is None and mode == "auto" and not AUTO_ON_CUDA:
+        return None, "graphs run where they are asked for (graphs on)"
+    if why is not None:
+        if mode == "on":
+            raise BackendError(f"graphs were asked for and cannot run: {why}; use graphs auto or off")
+        return None, why
+    return GraphDecoder(target, drafter), switch_support(device)[1]

@@ -282,3 +282,41 @@ def test_attention_rules(pairs):
 
     assert static_drafter.fits(MaskRule(True, None, False), 8) and static_drafter.fits(MaskRule(False, 8, True), 8)
     assert not static_drafter.fits(MaskRule(True, 7, True), 8) and not static_drafter.fits(MaskRule(False, 8, False, True), 8)
+
+
+def test_the_python_api_takes_static_rounds(pair, monkeypatch):
+    """`stream_generate` over an engine with rounds: the same tokens, the reason queryable, sessions stay eager."""
+    from dspine.common.generation import generate
+    from dspine.common.protocols import Engine
+    from dspine.common.sessions import Session
+
+    target, drafter = pair
+    tokenizer = type("Words", (), {"eos_token_id": None})()
+    monkeypatch.setattr("dspine.common.generation.encode_prompt", lambda *_, **__: PROMPT)
+    monkeypatch.setattr("dspine.common.generation.stop_token_ids", lambda *_: frozenset())
+    monkeypatch.setattr("dspine.common.generation._with_text", lambda events, _: map(as_step, events))
+    monkeypatch.setattr("dspine.common.generation.Detokenizer", lambda _: None)
+    eager = Engine(target, drafter, tokenizer, "torch", "asked for", "tiny", "tiny-draft")
+    static = Engine(target, drafter, tokenizer, "torch", "asked for", "tiny", "tiny-draft")
+    static.rounds = GraphDecoder(target, drafter, make_runner=EagerRunner)
+    options = {"max_tokens": 12, "policy": "full"}
+    want = generate(eager, "x", **options)
+    assert generate(static, "x", **options).token_ids == want.token_ids
+    assert static.rounds_reason == "static steps without graphs"
+    assert generate(static, "x", **options, session=Session(None)).token_ids == want.token_ids
+    assert static.rounds_reason == "a session keeps the caches"
+
+
+def as_step(event):
+    from dspine.common.generation import GenerationStep
+
+    return GenerationStep("", event.token, event.drafted, event.finish_reason, event.stats)
+
+
+def test_graphs_that_were_asked_for_and_cannot_run(pair):
+    with pytest.raises(BackendError, match="asked for and cannot run: no CUDA: the target is on cpu"):
+        RUNTIME.graph_rounds(*pair, "on")
+    assert RUNTIME.graph_rounds(*pair, "auto") == (None, "no CUDA: the target is on cpu")
+    assert RUNTIME.graph_rounds(*pair, "off") == (None, "graphs are off")
+    with pytest.raises(DSpineError, match="graphs must be one of auto, on, off, got 'yes'"):
+        RUNTIME.graph_rounds(*pair, "yes")
