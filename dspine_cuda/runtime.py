@@ -8,7 +8,7 @@ from pathlib import Path
 from dspine.common.errors import BackendError
 from dspine.common.memory import DeviceMemory
 from dspine.common.parity.backends import ParityBackend
-from dspine.common.protocols import Availability, Drafter, ServingSupport, Target, Timer
+from dspine.common.protocols import Availability, Drafter, Rounds, ServingSupport, Target, Timer
 
 INSTALL = 'pip install "dspine[cuda]"'
 
@@ -61,6 +61,12 @@ class TorchRuntime:
         from dspine_cuda.serving import support
 
         return support(target, drafter)
+
+    def graph_rounds(self, target: Target, drafter: Drafter | None, mode: str) -> tuple[Rounds | None, str]:
+        """Rounds as CUDA graphs, or None and the reason. mode: auto, on, off."""
+        from dspine_cuda.static.loop import graph_rounds
+
+        return graph_rounds(target, drafter, mode)
 
     def accelerator(self, device: str) -> str:
         """Product name of a CUDA device; empty for the CPU."""
