@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -81,8 +82,14 @@ async def one(client: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> 
     return {"text": text, "usage": usage, "seconds": time.perf_counter() - started, "first": first}
 
 
-async def block(url: str, bodies: list[dict[str, Any]], clients: int, stream: bool) -> dict[str, Any]:
-    """All bodies through `clients` clients; tokens a second over the whole block."""
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far (Linux); on a machine that others use too it is steadier than the clock."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def block(url: str, bodies: list[dict[str, Any]], clients: int, stream: bool, pid: int | None = None) -> dict[str, Any]:
+    """All bodies through `clients` clients; tokens a second over the whole block, and over the server's CPU time with `pid`."""
     waiting = iter(list(enumerate(bodies)))
     answers: dict[int, dict[str, Any]] = {}
 
@@ -91,9 +98,11 @@ async def block(url: str, bodies: list[dict[str, Any]], clients: int, stream: bo
             answers[index] = await one(client, body, stream)
 
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        spent = cpu_seconds(pid) if pid is not None else 0.0
         started = time.perf_counter()
         await asyncio.gather(*[work(client) for _ in range(clients)])
         seconds = time.perf_counter() - started
+        spent = cpu_seconds(pid) - spent if pid is not None else 0.0
     ordered = [answers[i] for i in range(len(bodies))]
     tokens = sum(answer["usage"]["completion_tokens"] for answer in ordered)
     spec = [answer["usage"]["speculative"] for answer in ordered]
@@ -102,6 +111,7 @@ async def block(url: str, bodies: list[dict[str, Any]], clients: int, stream: bo
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
+        "tokens_per_cpu_second": tokens / spent if spent else None,
         "texts": [answer["text"] for answer in ordered],
         "latencies": [answer["seconds"] for answer in ordered],
         "first_token_median": statistics.median(firsts) if firsts else None,
@@ -117,25 +127,37 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     arguments = ["--model", args.model, "--draft-model", args.draft_model, "--backend", args.backend, "--device", args.device]
     arguments += ["--prefix-cache", str(args.prefix_cache), "--max-concurrency", str(max(args.clients)), *args.serve]
     rows: list[dict[str, Any]] = []
-    with serving(arguments) as (url, _):
+    with serving(arguments) as (url, pid):
+        watched = pid if sys.platform == "linux" else None
         facts = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]
         model = facts["id"]
         for draft in (True, False):  # warm up
             asyncio.run(block(url, [chat_body(model, prompt, 8, draft) for prompt in prompts[:2]], 2, True))
         for count in args.clients:
             # enough requests that the last ones, where clients run dry, do not decide
-            some = (prompts * (1 + 4 * count // len(prompts)))[: max(len(prompts), 4 * count)]
+            wanted = max(len(prompts), args.per_client * count)
+            some = (prompts * (1 + wanted // len(prompts)))[:wanted]
             for repeat in range(args.repeats):
                 sides = [True, False] if repeat % 2 == 0 else [False, True]
                 result = {}
                 for draft in sides:
                     bodies = [chat_body(model, prompt, args.max_tokens, draft) for prompt in some]
-                    result[draft] = asyncio.run(block(url, bodies, count, True))
+                    result[draft] = asyncio.run(block(url, bodies, count, True, watched))
                 same = sum(a == b for a, b in zip(result[True].pop("texts"), result[False].pop("texts"), strict=True))
                 ratio = result[True]["tokens_per_second"] / result[False]["tokens_per_second"]
-                row = {"clients": count, "repeat": repeat, "requests": len(some), "same_text": same, "ratio": ratio}
+                spent = [result[draft]["tokens_per_cpu_second"] for draft in (True, False)]
+                by_cpu = spent[0] / spent[1] if all(spent) else None
+                row = {
+                    "ratio_by_cpu_time": by_cpu,
+                    "clients": count,
+                    "repeat": repeat,
+                    "requests": len(some),
+                    "same_text": same,
+                    "ratio": ratio,
+                }
                 rows.append(row | {"speculative": result[True], "plain": result[False]})
-                print(f"{count} clients: {ratio:.2f}x, {same}/{len(some)} same", file=sys.stderr, flush=True)
+                told = f"{ratio:.2f}x, by CPU time {by_cpu or 0:.2f}x, {same}/{len(some)} same"
+                print(f"{count} clients: {told}", file=sys.stderr, flush=True)
         overhead = measure_overhead(args, url, model, prompts) if args.direct else None
     return {**provenance(), "server": facts["dspine"], "summary": summarise(rows), "overhead": overhead, "rows": rows}
 
@@ -187,6 +209,8 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for count in dict.fromkeys(row["clients"] for row in rows):
         some = [row for row in rows if row["clients"] == count]
         entry = {"clients": count, "ratio": statistics.median(row["ratio"] for row in some)}
+        by_cpu = [row["ratio_by_cpu_time"] for row in some if row["ratio_by_cpu_time"]]
+        entry["ratio_by_cpu_time"] = statistics.median(by_cpu) if by_cpu else None
         entry["ratios"] = [round(row["ratio"], 3) for row in some]
         for side in ("speculative", "plain"):
             entry[f"{side}_tokens_per_second"] = statistics.median(row[side]["tokens_per_second"] for row in some)
@@ -207,6 +231,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="folder with <set>.jsonl")
     parser.add_argument("--sets", default="gsm8k,humaneval,mt-bench")
     parser.add_argument("--per-set", type=int, default=4)
+    parser.add_argument("--per-client", type=int, default=4, help="requests of each client, at least every prompt once")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--clients", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)

@@ -140,6 +140,7 @@ def _add_errors(app: FastAPI) -> None:
 
 async def _answer(request: Request, body: Any, kind: str, make: Make, service: Service, scheduler: Scheduler) -> Response:
     """Plan, queue, and collect or stream. The status of a stream is decided by its first update."""
+    scheduler.check_room()
     channel = Channel()
     facts = request.scope["dspine"]
     running = asyncio.get_running_loop()  # templates, tokenizing and grammars of long requests must not hold up other streams

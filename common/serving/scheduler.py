@@ -95,24 +95,32 @@ class Scheduler:
         with self._condition:
             return len(self._running), len(self._queue)
 
-    def submit(self, jobs: list[Job]) -> None:
-        """Queue the jobs of one request, all or none. ApiError 429 where the line is full, 503 where the server stops."""
+    def check_room(self, count: int = 1) -> None:
+        """ApiError 429 where `count` more jobs find no place, 503 where the server stops: before a request is worked on."""
         with self._condition:
-            if self._stopping or not self._thread.is_alive():
-                raise ApiError("the server is shutting down", status=503, code="shutting_down", headers={"Retry-After": "5"})
-            free = self.settings.max_concurrency - len(self._running)
-            if len(self._queue) + len(jobs) > self.settings.max_queue + max(free, 0):
-                wait = str(self._retry_after())
-                self.metrics.rejected.inc()
-                raise ApiError(
-                    f"the queue is full ({len(self._queue)} waiting, {len(self._running)} running): try again in {wait} s",
-                    status=429,
-                    code="queue_full",
-                    headers={"Retry-After": wait},
-                )
+            self._check_room(count)
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Queue the jobs of one request, all or none; errors of `check_room`."""
+        with self._condition:
+            self._check_room(len(jobs))
             for job in jobs:
                 self._queue.push(job)
             self._condition.notify()
+
+    def _check_room(self, count: int) -> None:
+        if self._stopping or not self._thread.is_alive():
+            raise ApiError("the server is shutting down", status=503, code="shutting_down", headers={"Retry-After": "5"})
+        free = self.settings.max_concurrency - len(self._running)
+        if len(self._queue) + count > self.settings.max_queue + max(free, 0):
+            wait = str(self._retry_after())
+            self.metrics.rejected.inc()
+            raise ApiError(
+                f"the queue is full ({len(self._queue)} waiting, {len(self._running)} running): try again in {wait} s",
+                status=429,
+                code="queue_full",
+                headers={"Retry-After": wait},
+            )
 
     def _retry_after(self) -> int:
         waiting = len(self._queue) + 1
