@@ -1,7 +1,7 @@
 """Packed layers that pick their product by the number of rows: MLX's own, or the small-row kernels where those were faster.
 
-Which rows go to a kernel stands in a table that `dspine tune` measures on the user's machine (`dspine_mlx/tune.py`). Without
-a table, and on every device but Metal, nothing is replaced: MLX's own products run.
+Which rows go to a kernel stands in a table that `dspine bench --tune` measures on the user's machine (`dspine_mlx/tune.py`).
+Without a table, and on every device but Metal, nothing is replaced: MLX's own products run.
 """
 
 from __future__ import annotations
@@ -82,18 +82,18 @@ def load_table(device: str) -> tuple[Table | None, str]:
     """(the table of this device or None, why): one of another MLX is not used, a damaged one is an error."""
     path = table_path(device)
     if not path.is_file():
-        return None, "not tuned: dspine tune measures which products the small-row kernels make faster"
+        return None, "not tuned: dspine bench --tune measures which products the small-row kernels make faster"
     try:
         content = json.loads(path.read_text())
         form = content.pop("format")
         table = Table(**content)
         good = all(isinstance(rows, list) and set(rows) <= set(range(1, 257)) for rows in table.faster.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DSpineError(f"{path} is damaged ({type(error).__name__}): delete it, or run dspine tune again") from error
+        raise DSpineError(f"{path} is damaged ({type(error).__name__}): delete it, or run dspine bench --tune again") from error
     if form != FORMAT or not good:
-        raise DSpineError(f"{path} is not a table of format {FORMAT}: delete it, or run dspine tune again")
+        raise DSpineError(f"{path} is not a table of format {FORMAT}: delete it, or run dspine bench --tune again")
     if table.mlx != version("mlx"):
-        return None, f"tuned with MLX {table.mlx}, this is {version('mlx')}: run dspine tune again"
+        return None, f"tuned with MLX {table.mlx}, this is {version('mlx')}: run dspine bench --tune again"
     return table, str(path)
 
 

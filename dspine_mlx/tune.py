@@ -1,4 +1,4 @@
-"""`dspine tune`: time MLX's own products against the small-row kernels, on the shapes of one model, on this machine.
+"""`dspine bench --tune`: time MLX's own products against the small-row kernels, on the shapes of one model, on this machine.
 
 The table says for each shape which numbers of rows the kernel made faster by at least `MARGIN`; everything else stays with
 MLX. It is read when a quantised model is loaded on Metal.
@@ -7,23 +7,20 @@ MLX. It is read when a quantised model is loaded on Metal.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
 
 import mlx.core as mx
-import typer
 from mlx import nn
-from rich.console import Console
+from mlx_lm.utils import load_model
 
-from dspine.common.embedded import EMBEDDED_NAME
+from dspine.common.configs import read_config
 from dspine.common.errors import BackendError
-from dspine.common.models import resolve_model
 from dspine_mlx import ops
 from dspine_mlx.small_rows import ROWS, Shape, SmallRowLinear, SmallRowSwitch, Table, packed_layers, picks_of, save_table
+from dspine_mlx.targets.layouts import load_options
 
 MARGIN = 0.95  # the kernel must take at most this share of the library's time
 CHAIN, REPEATS = 8, 15
@@ -74,10 +71,11 @@ def _ratio(layer: nn.Module, shape: Shape, rows: int, picks: int, measure: Measu
 def tune_folder(folder: Path, announce: Callable[[str], None]) -> Path | None:
     """Measure the shapes of one model folder, a line each through `announce`, and keep the table; None where there is nothing
     to measure. BackendError without Metal."""
-    from mlx_lm.utils import load_model
-
-    _need_metal()
-    loaded, _ = load_model(folder)
+    if not mx.metal.is_available():
+        raise BackendError("--tune measures Metal kernels, and there is no Metal here: MLX's own products run")
+    loaded, _ = load_model(folder, **load_options(read_config(folder)))
+    if any(layer["scales"].dtype == mx.float16 for _, layer, _ in packed_layers(loaded)):
+        loaded.set_dtype(mx.bfloat16)  # as targets run
     device = str(mx.device_info()["device_name"])
     table = None
     for line, so_far in tune(loaded, device=device, picks=picks_of(loaded)):
@@ -87,23 +85,3 @@ def tune_folder(folder: Path, announce: Callable[[str], None]) -> Path | None:
         announce(f"{folder.name} has no packed layers that the kernels know: nothing to measure")
         return None
     return save_table(table)
-
-
-def _need_metal() -> None:
-    if not mx.metal.is_available():
-        raise BackendError("dspine tune measures Metal kernels, and there is no Metal here: MLX's own products run")
-
-
-def tune_command(
-    model: Annotated[str, typer.Option(help="A quantised model: a folder or a hub id.")] = EMBEDDED_NAME,
-) -> None:
-    """Measure which products the small-row Metal kernels make faster, and keep the table for this machine."""
-    _need_metal()
-    console = Console(stderr=True, highlight=False)
-    path = tune_folder(resolve_model(model), lambda line: console.print(line, markup=False))
-    if path is not None:
-        sys.stdout.write(f"{path}\n")
-
-
-if __name__ == "__main__":
-    typer.run(tune_command)

@@ -33,7 +33,6 @@ BAD_INPUT = 2
 _SUMMARIES = {
     "train": "Train a drafter, or make the data for it: `train data` (needs torch).",
     "eval": "Measure a drafter's acceptance over sets of prompts (needs torch).",
-    "tune": "Measure which products of a quantised model the small-row Metal kernels make faster (needs MLX on a Mac).",
     "eval-draft": "Measure a drafter's acceptance on held-out text (needs torch).",
 }
 # what a command's package needs, and the extra that brings it

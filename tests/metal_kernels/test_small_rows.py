@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,7 @@ from dspine.common.errors import BackendError, DSpineError
 from dspine_mlx import small_rows
 from dspine_mlx.small_rows import Shape, SmallRowLinear, SmallRowSwitch, Table, load_table, packed_layers, save_table, use_table
 from dspine_mlx.targets import wrap_model
-from dspine_mlx.tune import picks_of, tune, tune_command
+from dspine_mlx.tune import picks_of, tune, tune_folder
 from tests.metal_kernels.test_dispatch import as_metal
 from tests.mlx.hybrids import hybrid_model
 from tests.mlx.toys import toy_model
@@ -114,7 +115,10 @@ def test_forms_that_the_kernels_do_not_know_are_left_alone():
 
 def test_tables_come_back():
     table = everything(quantised(4)[0])
-    assert load_table(DEVICE) == (None, "not tuned: dspine tune measures which products the small-row kernels make faster")
+    assert load_table(DEVICE) == (
+        None,
+        "not tuned: dspine bench --tune measures which products the small-row kernels make faster",
+    )
     path = save_table(table)
     assert load_table(DEVICE) == (table, str(path)) and load_table("Apple M1")[0] is None
     table.mlx = "0.0.1"
@@ -130,7 +134,7 @@ def test_damaged_tables_are_errors(text):
     path = small_rows.table_path(DEVICE)
     path.parent.mkdir()
     path.write_text(text)
-    with pytest.raises(DSpineError, match="dspine tune again"):
+    with pytest.raises(DSpineError, match="dspine bench --tune again"):
         load_table(DEVICE)
 
 
@@ -158,7 +162,7 @@ def test_tuning_keeps_what_was_faster():
 def test_tuning_needs_metal(monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     with pytest.raises(BackendError, match="there is no Metal here"):
-        tune_command("smollm2")
+        tune_folder(Path("nowhere"), print)
 
 
 def test_shapes_of_layers():
