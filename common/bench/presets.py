@@ -43,6 +43,9 @@ def cut_layers(preset: Preset, layers: int) -> Preset:
     deep = text["num_hidden_layers"]
     if not 1 <= layers <= deep:
         raise DSpineError(f"--layers must be 1..{deep} for {preset.name}, got {layers}")
+    group = text.get("full_attention_interval", 1)
+    if layers % group:
+        raise DSpineError(f"--layers must keep whole groups of {group} layers for {preset.name}, got {layers}")
     text["num_hidden_layers"] = layers
     if "layer_types" in text:
         text["layer_types"] = text["layer_types"][:layers]
