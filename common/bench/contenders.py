@@ -83,7 +83,8 @@ def timer_of(runtime: Any, target: Target) -> Timer:
 
     def wait(things: tuple[Any, ...]) -> None:
         for thing in things:
-            for value in (thing, *getattr(thing, "__dict__", {}).values()):
+            parts = thing if isinstance(thing, (list, tuple)) else (thing, *getattr(thing, "__dict__", {}).values())
+            for value in reversed(parts):  # of a list the last, which the others come before
                 if hasattr(value, "shape") and hasattr(value, "dtype"):
                     target.arrays.to_host(value)
                     break
