@@ -141,3 +141,18 @@ def test_greedy_text_is_the_eager_one(pairs, family, w):
         assert read_report(round_.arena.report[0].numpy()).tokens == []
     for kept, now in zip(before, (round_.arena.lengths, round_.arena.anchor, round_.arena.kv.store), strict=True):
         assert torch.equal(kept, now[..., : PAST + ROOM, :] if now.dim() > 1 else now)
+
+
+def test_a_stop_token_among_accepted_drafts(pairs):
+    """Cut on the device: nothing behind the stop token is emitted or committed, and the slot has ended."""
+    target, drafter = pairs["qwen3"]
+    text = prompt(PAST + 1, seed=3)
+    params = DecodingParams(max_tokens=9, break_even=0.0)
+    right = [e.token for e in decode(target, None, text[0, :PAST].tolist(), params)]
+    text[0, PAST] = right[0]
+    stop = next(i for i in range(2, 8) if right[i] not in right[1:i])
+    round_ = started(target, drafter, text, stop_ids=frozenset({right[stop]}))
+    forced(round_, right[:WIDTH])
+    round_.verify(WIDTH)
+    assert read_report(round_.arena.report[0].numpy()).tokens == right[1 : stop + 1]
+    assert int(round_.arena.remaining[0]) == 0 and int(round_.arena.lengths[0]) == PAST + stop
