@@ -159,7 +159,10 @@ BAD = [
     (("--compare", "--draft-model", "auto"), "--compare needs a drafter, and none is known"),
     (("--raw", "--system-prompt", "s"), "a system prompt needs the chat template, but raw was asked for"),
     (("--system-prompt", "s"), "a system prompt needs the chat template"),
-    (("--model", "smollm"), "unknown model 'smollm': expected 'smollm2', 'hybrid-tiny', a folder, or a hub id like 'owner/name'"),
+    (
+        ("--model", "smollm"),
+        "unknown model 'smollm': expected 'smollm2', 'hybrid-tiny', a folder, or a hub id like 'owner/name'",
+    ),
     (("--model", "./nowhere"), "model folder './nowhere' does not exist"),
     (("--model", ""), "--model is empty"),
     (("--draft-model", "smoldraft"), "unknown draft 'smoldraft': expected 'auto', a folder, or a hub id"),
