@@ -23,7 +23,7 @@ def test_transformers_delta_rule(form, w):
     out, factors = gdn_verify(*arrays)
     stacked = GdnFactors(*(x[None] for x in (factors.z, factors.k, factors.g)))
     inputs, windows = torch.zeros(1, 2, w, 0), torch.zeros(1, 2, 3, 0)
-    after = gdn_commit(state[None], stacked, windows, inputs, torch.full((2,), w))[0][0]
+    after = gdn_commit(state[None].clone(), stacked, windows, inputs, torch.full((2,), w))[0][0]  # it may write in place
     want, last = getattr(modeling, form)(
         q * q.shape[-1] ** 0.5, k, v, log_decay, beta, initial_state=state.transpose(2, 3).contiguous(), output_final_state=True
     )
