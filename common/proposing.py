@@ -40,15 +40,14 @@ _PROBE_LOGIT = 60.0  # beyond any softcap in use, so that a cap shows
 @dataclass(frozen=True)
 class DraftParts:
     """The loaded heads of one drafter as callables; None where the kind has none. `transition`: candidates int [B, M, K] ->
-    scores float32 [B, M, K, K] (DSpine: bound to this round's states). `top`: the runtime's fastest `arrays.top_k`; which of
-    two equal logits becomes a candidate is left open. `allowed` bool [V]: the tokens that may be proposed (None: all)."""
+    scores float32 [B, M, K, K] (DSpine: bound to this round's states). `allowed` bool [V]: the tokens that may be proposed
+    (None: all)."""
 
     selector: SelectorWeights | None = None
     domino: DominoWeights | None = None
     markov: MarkovWeights | None = None
     confidence: Callable[[Array], Array] | None = None
     transition: Callable[[Array], Array] | None = None
-    top: Callable[[Array, int], tuple[Array, Array]] = top_k
     allowed: Array | None = None
 
 
@@ -120,13 +119,13 @@ def make_proposal(
     confidence, entropy = (None, None) if signals is None else (signals.confidence, signals.entropy)
     candidates = q = None
     if parts.selector is not None:
-        values, candidates = parts.top(logits, config.selector.top_k)  # type: ignore[union-attr]
+        values, candidates = top_k(logits, config.selector.top_k)  # type: ignore[union-attr]
         scores = selector_lattice(hidden, values, candidates, anchor, parts.selector)
     elif parts.transition is not None:
-        _, candidates = parts.top(logits, config.dspine.top_k)  # type: ignore[union-attr]
+        _, candidates = top_k(logits, config.dspine.top_k)  # type: ignore[union-attr]
         scores = parts.transition(candidates)
     elif sampled:
-        values, candidates = parts.top(logits, min(INDEPENDENT_CANDIDATES, logits.shape[-1]))
+        values, candidates = top_k(logits, min(INDEPENDENT_CANDIDATES, logits.shape[-1]))
         tokens, q = sample_candidates(values, candidates, request.uniforms, request.temperature)
         return Proposal(tokens, finite, candidates, q, confidence, entropy)
     else:

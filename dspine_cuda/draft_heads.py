@@ -117,11 +117,6 @@ def add_heads(model: nn.Module, config: DrafterConfig) -> None:
     model.confidence_head = ConfidenceHead(config) if spark is not None and spark.confidence else None
 
 
-def top_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of [..., V], descending; eight times faster on a CPU than an order that also settles ties."""
-    return torch.topk(logits, k, dim=-1)  # type: ignore[return-value]
-
-
 def draft_parts(model: Any, target: Any) -> DraftParts:
     """The heads of a loaded model as callables; Domino's GRU reads the target's embedding."""
     domino = None
@@ -139,5 +134,4 @@ def draft_parts(model: Any, target: Any) -> DraftParts:
         domino=domino,
         markov=None if model.markov_head is None else model.markov_head.weights(),
         confidence=None if model.confidence_head is None else model.confidence_head.proj,
-        top=top_candidates,
     )

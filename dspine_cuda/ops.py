@@ -28,6 +28,7 @@ _TRITON_KERNELS = (
     "transition_scores",
 )
 _LOW_WORD = 0xFFFFFFFF
+_LOOKED_AT = 4  # times k values that `top_k_cpu` looks at
 _KEYED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -47,12 +48,14 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_k_cpu(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`top_k` on the CPU, where a read costs nothing: plain `torch.topk`, and the keys only where two of the k + 1 largest
-    values of a row are equal (or not a number)."""
-    values, ids = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
-    if bool((values[..., 1:] < values[..., :-1]).all()):
-        return values[..., :k], ids[..., :k]
-    return top_k(x, k)
+    """`top_k` on the CPU, where a read costs nothing: plain `torch.topk` of more than k, put in order. Only a row whose k-th
+    value may have equals beyond those (or is not a number) takes the keys."""
+    values, ids = torch.topk(x, min(_LOOKED_AT * k, x.shape[-1]), dim=-1)
+    if values.shape[-1] < x.shape[-1] and not bool((values[..., k - 1] > values[..., -1]).all()):
+        return top_k(x, k)
+    ids = ids.sort(dim=-1).values
+    values, order = x.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], ids.gather(-1, order[..., :k])
 
 
 def _supports_top_k(x: Tensor, k: int) -> bool:

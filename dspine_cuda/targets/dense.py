@@ -134,7 +134,37 @@ class DenseLayer:
         return self.down(F.silu(gate, inplace=True) * up).add_(h)
 
 
-class DenseTarget:
+class LeanTarget:
+    """What every lean decoder does with its embedding, its LM head and its taps."""
+
+    config: Any
+    embedding: Tensor
+    head_matrix: Tensor
+    _head: Map
+    taps: tuple[int, ...]
+
+    def bind_features(self, layer_ids: Sequence[int]) -> None:
+        """Capture the residual stream after these layers, concatenated in this order."""
+        self.taps = check_layer_ids(layer_ids, self.config.num_layers)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int [B, T] -> [B, T, H]."""
+        return F.embedding(tokens, self.embedding)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Final-normed [..., H] -> logits float32 [..., V]."""
+        return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1).to(torch.float32)
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """LM-head rows of ids int [...] -> [..., H]."""
+        return F.embedding(ids, self.head_matrix)
+
+    def head_weight(self) -> np.ndarray:
+        """LM head, float32 [V, H]."""
+        return self.head_matrix.to("cpu", torch.float32).numpy()
+
+
+class DenseTarget(LeanTarget):
     """`protocols.Target` on a lean decoder."""
 
     record_routing = False  # no routers here
@@ -168,26 +198,6 @@ class DenseTarget:
         self.norm = make_norm(tensors.read_as("model.norm.weight", self.dtype, self.device), config.rms_norm_eps)
         frequencies, factor = config.frequencies()
         self.rotary = RotaryTables(torch.from_numpy(frequencies), factor, self.dtype, self.device)
-
-    def bind_features(self, layer_ids: Sequence[int]) -> None:
-        """Capture the residual stream after these layers, concatenated in this order."""
-        self.taps = check_layer_ids(layer_ids, self.config.num_layers)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """int [B, T] -> [B, T, H]."""
-        return F.embedding(tokens, self.embedding)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Final-normed [..., H] -> logits float32 [..., V]."""
-        return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1).to(torch.float32)
-
-    def head_rows(self, ids: Tensor) -> Tensor:
-        """LM-head rows of ids int [...] -> [..., H]."""
-        return F.embedding(ids, self.head_matrix)
-
-    def head_weight(self) -> np.ndarray:
-        """LM head, float32 [V, H]."""
-        return self.head_matrix.to("cpu", torch.float32).numpy()
 
     def make_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """Empty cache for `batch` sequences of up to `capacity` tokens (committed plus one block)."""

@@ -8,11 +8,9 @@ of all layers from compact factors. All arrays are [B, T, ...]; sequences of one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +20,7 @@ from dspine.common.gdn import GdnFactors
 from dspine.common.protocols import Prefill, StageZero, TargetInfo, Verification
 from dspine_cuda.arrays import TorchArrays
 from dspine_cuda.hybrid_cache import BlockFactors, HybridCache
-from dspine_cuda.targets.dense import check_layer_ids
+from dspine_cuda.targets.dense import LeanTarget
 from dspine_cuda.targets.exact import make_exact_linear, make_wide_norm
 from dspine_cuda.targets.hybrid_config import FULL, HybridConfig
 from dspine_cuda.targets.hybrid_tensors import HybridTensors, refuse_surplus
@@ -98,7 +96,7 @@ def make_norm(config: HybridConfig, tensors: HybridTensors, name: str, dtype: to
     return make_wide_norm(weight.to(device), config.rms_norm_eps, dtype)
 
 
-class HybridTarget:
+class HybridTarget(LeanTarget):
     """`protocols.Target` on a lean hybrid or mixture-of-experts decoder."""
 
     def __init__(self, folder: Path, config: HybridConfig, info: TargetInfo, tensors: HybridTensors) -> None:
@@ -122,26 +120,6 @@ class HybridTarget:
         self.norm = make_norm(config, tensors, "model.norm.weight", *place)
         frequencies, factor = config.frequencies()
         self.rotary = RotaryTables(torch.from_numpy(frequencies), factor, *place)
-
-    def bind_features(self, layer_ids: Sequence[int]) -> None:
-        """Capture the residual stream after these layers, concatenated in this order."""
-        self.taps = check_layer_ids(layer_ids, self.config.num_layers)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """int [B, T] -> [B, T, H]."""
-        return F.embedding(tokens, self.embedding)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Final-normed [..., H] -> logits float32 [..., V]."""
-        return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1).to(torch.float32)
-
-    def head_rows(self, ids: Tensor) -> Tensor:
-        """LM-head rows of ids int [...] -> [..., H]."""
-        return F.embedding(ids, self.head_matrix)
-
-    def head_weight(self) -> np.ndarray:
-        """LM head, float32 [V, H]."""
-        return self.head_matrix.to("cpu", torch.float32).numpy()
 
     def make_cache(self, capacity: int, batch: int = 1) -> HybridCache:
         """Empty cache for `batch` sequences of up to `capacity` tokens (committed plus one block)."""

@@ -30,17 +30,28 @@ def test_top_k_orders_ties_by_id(rows, size, seed, dtype):
     values = rng.choice(np.array([-np.inf, -2.5, -1.0, -0.0, 0.0, 1.0, 2.5, np.inf], dtype=np.float32), size=(rows, size))
     k = int(rng.integers(1, size + 1))
     want = np.argsort(-values, axis=-1, kind="stable")[:, :k]
-    got, ids = ops.top_k(torch.from_numpy(values).to(dtype), k)
-    np.testing.assert_array_equal(ids.numpy(), want)
-    np.testing.assert_array_equal(got.float().numpy(), np.take_along_axis(values, want, axis=-1))
-    assert got.dtype == dtype
+    for top_k in (ops.top_k, ops.top_k_cpu):
+        got, ids = top_k(torch.from_numpy(values).to(dtype), k)
+        np.testing.assert_array_equal(ids.numpy(), want)
+        np.testing.assert_array_equal(got.float().numpy(), np.take_along_axis(values, want, axis=-1))
+        assert got.dtype == dtype
+
+
+def test_top_k_where_more_values_tie_than_are_looked_at():
+    x = torch.zeros(2, 500)
+    x[0, 490], x[1, 3] = 1.0, float("nan")
+    got, ids = ops.top_k_cpu(x[:1], 4)
+    assert ids.tolist() == [[490, 0, 1, 2]] and got.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    assert ops.top_k_cpu(x, 4)[1].tolist() == [[490, 0, 1, 2], [3, 0, 1, 2]]
 
 
 def test_top_k_of_random_values_equals_the_core():
-    x = torch.randn(2, 3, 1009) * 1e3
-    got, want = ops.top_k(x, 16), arrays.top_k.reference(x, 16)
-    torch.testing.assert_close(got[0], want[0], atol=0, rtol=0)
-    torch.testing.assert_close(got[1], want[1].to(torch.int64), atol=0, rtol=0)
+    for x in (torch.randn(2, 3, 1009) * 1e3, torch.randn(2, 3, 1009).bfloat16()):
+        want = arrays.top_k.reference(x, 16)
+        for top_k in (ops.top_k, ops.top_k_cpu):
+            got = top_k(x, 16)
+            torch.testing.assert_close(got[0], want[0], atol=0, rtol=0)
+            torch.testing.assert_close(got[1], want[1].to(torch.int64), atol=0, rtol=0)
 
 
 def test_registered_once_asked_and_only_where_it_fits(monkeypatch):
