@@ -170,15 +170,31 @@ class HybridTarget(LeanTarget):
         if resume is not None and resume.length != cache.length:
             raise DSpineError(f"stage of a cache of {resume.length} tokens, but it holds {cache.length}: begin again")
         block = self._block(cache, stage.tokens[:, :w])
+        x, kept, picks, captured = self._run(block, None if resume is not None else self._rows(stage.tokens[:, :w]), resume)
+        logits = self.head(self.norm(x)).view(block.batch, w, -1)
+        features = self._features(captured, block) if self.taps else None
+        return Verification(logits, features, stack_factors(kept), torch.stack(picks, dim=2) if picks else None)
+
+    def verify_rows(self, block: Block, tokens: Tensor) -> tuple[Tensor, Tensor | None, BlockFactors | None]:
+        """Blocks of several sequences at once: tokens int [N], all behind one another, and a block that knows whose they are.
+        Returns logits float32 [N, V], features [N, F], and the factors in the block's own rectangle."""
+        x, kept, _, captured = self._run(block, self._rows(tokens), None)
+        features = torch.cat([captured[i] for i in self.taps], dim=-1) if self.taps else None  # type: ignore[misc]
+        return self.head(self.norm(x)), features, stack_factors(kept)
+
+    def _run(
+        self, block: Block, x: Tensor | None, resume: Resume | None
+    ) -> tuple[Tensor, list[Kept], list[Tensor], dict[int, Tensor | None]]:
+        """All layers over rows [N, H], or from layer 0's experts on: the last layer's rows, what the mixers left, the routers'
+        picks where they are recorded, and the taps."""
         kept: list[Kept] = []
-        captured: dict[int, Tensor | None] = {}
         picks: list[Tensor] = []
-        x = self._rows(stage.tokens[:, :w]) if resume is None else None
+        captured: dict[int, Tensor | None] = {}
         for layer in self.layers:
             if layer.index == 0 and resume is not None:
-                part = resume.first(w)
+                part = resume.first(block.count)
                 left, routed = part.kept, part.routed
-                flat = (block.batch * w, -1)
+                flat = (block.batch * block.count, -1)
                 x = layer.mlp.run(part.normed.reshape(flat), routed).add_(part.residual.reshape(flat))  # type: ignore[union-attr,call-arg]
             else:
                 h, left = layer.mix(x, block)  # type: ignore[arg-type]
@@ -186,11 +202,9 @@ class HybridTarget(LeanTarget):
             if left is not None:
                 kept.append(left)
             if routed is not None and self.record_routing:
-                picks.append(routed.picks.view(block.batch, w, -1))
+                picks.append(routed.picks.view(block.batch, block.count, -1))
             captured[layer.index] = x if layer.index in self.taps else None
-        logits = self.head(self.norm(x)).view(block.batch, w, -1)
-        features = self._features(captured, block) if self.taps else None
-        return Verification(logits, features, stack_factors(kept), torch.stack(picks, dim=2) if picks else None)
+        return x, kept, picks, captured  # type: ignore[return-value]
 
     @torch.inference_mode()
     def commit(self, cache: HybridCache, verification: Verification, m: int) -> None:

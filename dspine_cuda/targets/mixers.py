@@ -73,6 +73,34 @@ class Block:
         config, keys = self.config, self.visible[0][0].shape[2]
         return RowFrame(self.past, self.count, keys, self.batch, config.num_heads, config.head_dim, self.dtype)
 
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Tensor:
+        """Write K/V of the block ([B, T, kv_heads, hd]) into attention layer `index` of the cache and attend to everything up
+        to the block's end: query [B, T, heads, hd] -> the same shape."""
+        rows = self.rows[index]
+        rows[0].copy_(key.transpose(1, 2))
+        rows[1].copy_(value.transpose(1, 2))
+        query, (keys, values) = query.transpose(1, 2), (side[index] for side in self.visible)
+        if self.frame is not None:
+            mixed = self.frame.attend(query, keys, values, grouped)
+        else:
+            mixed = F.scaled_dot_product_attention(query, keys, values, self.mask, 0.0, self.causal, enable_gqa=grouped)
+        return mixed.transpose(1, 2)
+
+    def memory(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Window [B, width-1, C] and state [B, Hv, Dv, Dk] of a GDN layer."""
+        index = self.cache.gdn_index[layer]
+        return self.cache.windows[index], self.cache.states[index]
+
+    def rectangle(self, made: Tensor) -> Tensor:
+        """Rows [N, C] as [B, T, C], T at least `count`. On the CPU T is 16, so that a row's bits and the calls' shapes do not
+        depend on the count: rows behind the block hold nothing of use, and no row before them reads them."""
+        made = made.view(self.batch, self.count, -1)
+        return F.pad(made, (0, 0, 0, ROWS - self.count)) if self.framed and self.count < ROWS else made
+
+    def flat(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [N, C]: the rows of the block."""
+        return (x[:, : self.count] if self.count < x.shape[1] else x).reshape(self.batch * self.count, -1)
+
 
 class AttentionMixer:
     """o(sigmoid(gate) * attend(rotate(norm(q)), rotate(norm(k)), v)); only the first `rotary_dim` of a head are rotated."""
@@ -106,15 +134,8 @@ class AttentionMixer:
         turned = self.heads + self.kv_heads
         both = self.norm(made[:, :, :turned])
         rotate_(both if self.turned == self.size else both[..., : self.turned], *block.angles)
-        rows = block.rows[index]
-        rows[0].copy_(both[:, :, self.heads :].transpose(1, 2))
-        rows[1].copy_(made[:, :, turned : turned + self.kv_heads].transpose(1, 2))
-        query, (keys, values) = both[:, :, : self.heads].transpose(1, 2), (side[index] for side in block.visible)
-        if block.frame is not None:
-            mixed = block.frame.attend(query, keys, values, self.grouped)
-        else:
-            mixed = F.scaled_dot_product_attention(query, keys, values, block.mask, 0.0, block.causal, enable_gqa=self.grouped)
-        mixed = mixed.transpose(1, 2)
+        query, key, value = both[:, :, : self.heads], both[:, :, self.heads :], made[:, :, turned : turned + self.kv_heads]
+        mixed = block.attend(index, query, key, value, self.grouped)
         if self.gated:
             mixed = mixed * made[:, :, turned + self.kv_heads :].sigmoid()
         return self.output(mixed.reshape(batch * count, -1))
@@ -150,16 +171,12 @@ class GdnMixer:
 
     def forward(self, x: Tensor, block: Block) -> tuple[Tensor, Kept]:
         """x [N, H], normed -> ([N, H], what a commit needs); reads the cache and changes nothing."""
-        cache, index = block.cache, block.cache.gdn_index[self.layer]
-        made = self.project(x).view(block.batch, block.count, -1)
-        if block.framed and block.count < ROWS:
-            # CPU: 16 rows always, so that a row's bits and the calls' shapes do not depend on w. Rows behind the block hold
-            # nothing of use; no row before them reads them.
-            made = F.pad(made, (0, 0, 0, ROWS - block.count))
-        inputs, z, b, a = made.split_with_sizes(self.sections, 2)
-        tokens = gdn_inputs(inputs, cache.windows[index], a, b, self.weights, self.layout)
-        mixed, factors = gdn_verify(tokens.q, tokens.k, tokens.v, tokens.log_decay, tokens.beta, cache.states[index])
-        return self._out(mixed, z, block.count), Kept(factors, inputs).first(block.count)
+        inputs, z, b, a = block.rectangle(self.project(x)).split_with_sizes(self.sections, 2)
+        window, state = block.memory(self.layer)
+        tokens = gdn_inputs(inputs, window, a, b, self.weights, self.layout)
+        mixed, factors = gdn_verify(tokens.q, tokens.k, tokens.v, tokens.log_decay, tokens.beta, state)
+        normed = block.flat(self._gated(mixed, z))
+        return self.output(normed.to(self.dtype)), Kept(factors, inputs).first(block.count)
 
     def prefill(self, x: Tensor, block: Block) -> Tensor:
         """The same for committed tokens: state and window of the cache move on."""
@@ -175,10 +192,13 @@ class GdnMixer:
         cache.windows[index] = torch.cat((cache.windows[index], inputs), dim=1)[:, -width:]
         return self._out(mixed, z, block.count)
 
+    def _gated(self, mixed: Tensor, z: Tensor) -> Tensor:
+        """Gated norm in float32: mixed [B, T, Hv, Dv], z [B, T, Hv Dv] -> [B, T, Hv, Dv]."""
+        return self.norm(mixed).mul_(F.silu(z.to(torch.float32)).view(mixed.shape))
+
     def _out(self, mixed: Tensor, z: Tensor, count: int) -> Tensor:
-        """Gated norm in float32, then the output projection of the first `count` rows: mixed [B, T, Hv, Dv], z [B, T, Hv Dv]
-        -> [N, H]."""
-        normed = self.norm(mixed).mul_(F.silu(z.to(torch.float32)).view(mixed.shape))
+        """Gated norm, then the output projection of the first `count` rows -> [N, H]."""
+        normed = self._gated(mixed, z)
         if count < normed.shape[1]:
             normed = normed[:, :count]
         return self.output(normed.to(self.dtype).reshape(mixed.shape[0] * count, -1))
