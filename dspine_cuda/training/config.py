@@ -80,7 +80,8 @@ class HeadsSection(_Section):
 class DataSection(_Section):
     """Where conversations come from and how they are packed."""
 
-    path: str  # folder of npz shards, one npz file, or one conversations JSONL file
+    # a folder of npz shards, an npz file or a conversations JSONL file; or a list of those: the holdout comes from the first
+    path: str | tuple[str, ...]
     sequence_length: int = Field(512, ge=8)
     rows_per_step: int = Field(32, ge=1)  # over all ranks and micro-batches
     num_anchors: int = Field(128, ge=1)  # blocks drawn a row
@@ -88,6 +89,19 @@ class DataSection(_Section):
     open_rows: int = Field(16, ge=1)  # rows being packed at once: more waste less
     features: Literal["recompute", "cache"] = "recompute"  # cache: the target runs once, its features are read from disk
     cache_dir: str | None = None  # None: run.output_dir/features
+
+    @model_validator(mode="after")
+    def _some_path(self) -> DataSection:
+        if not self.paths or not all(self.paths):
+            raise ValueError("path names no data")
+        if len(set(self.paths)) < len(self.paths):
+            raise ValueError(f"path names one place twice: {', '.join(self.paths)}")
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All places, in order."""
+        return (self.path,) if isinstance(self.path, str) else self.path
 
 
 class LossSection(_Section):
@@ -109,9 +123,11 @@ class LossSection(_Section):
 
 
 class ScheduleSection(_Section):
-    """Everything that moves with the global step."""
+    """Everything that moves with the global step. Its end: `max_steps`, or what fits into `max_minutes` (then `max_steps`, if
+    set, is a ceiling): steps are timed once, after compilation, and the number is fixed from there on, in resumed runs too."""
 
-    max_steps: int = Field(ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    max_minutes: float | None = Field(None, gt=0)  # of the call, loading and compilation included; evaluations on top
     warmup_ratio: float = Field(0.04, ge=0, lt=1)
     beta_warmup_steps: int | None = Field(None, ge=1)  # None: as long as the learning rate's warm-up
     replacement_probability: float = Field(0.5, ge=0, le=1)
@@ -123,7 +139,20 @@ class ScheduleSection(_Section):
     def _ordered(self) -> ScheduleSection:
         if self.replacement_end_ratio < self.replacement_hold_ratio:
             raise ValueError(f"replacement_end_ratio {self.replacement_end_ratio} is before replacement_hold_ratio")
+        if self.max_steps is None and self.max_minutes is None:
+            raise ValueError("max_steps is missing (or max_minutes, to let the clock set it)")
         return self
+
+    @property
+    def steps(self) -> int:
+        """The last step. ValueError while the clock has not fixed it yet (`max_minutes` alone)."""
+        if self.max_steps is None:
+            raise ValueError("schedule.max_steps is not fixed yet")
+        return self.max_steps
+
+    def fixed(self, steps: int) -> ScheduleSection:
+        """The same schedule, `steps` long."""
+        return self.model_copy(update={"max_steps": steps})
 
 
 class OptimizerSection(_Section):
@@ -156,7 +185,7 @@ class RunSection(_Section):
     eval_every: int = Field(500, ge=0)  # 0: only at the end
     eval_conversations: int = Field(256, ge=1)
     eval_stride: int = Field(24, ge=1)  # an anchor every so many positions
-    time_limit_minutes: float | None = Field(None, gt=0)
+    time_limit_minutes: float | None = Field(None, gt=0)  # of this call, loading included; stops, does not bend schedules
     stop_after: int | None = Field(None, ge=1)  # stop (with a checkpoint) after this step; the schedules do not notice
     export_bits: Literal[4, 5, 6, 8] | None = None  # also write an affine-quantised copy, group 64
     progress: bool = True

@@ -163,6 +163,21 @@ def split_holdout(conversations: list[Conversation], holdout: int) -> tuple[list
     return conversations[:cut], conversations[cut:]
 
 
+def load_split(
+    paths: Sequence[Path | str], holdout: int, tokenizer: Callable[[], Any] | None = None
+) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, held out) of one path or several. Held out are the last `holdout` conversations of the FIRST path: data that
+    is added behind it leaves them what they were, and its own answers to held-out prompts are left out."""
+    first, *others = (load_conversations(path, tokenizer) for path in paths)
+    train, held = split_holdout(first, holdout)
+    barred = {_prompt_key(conversation) for conversation in held}
+    return train + [c for more in others for c in more if _prompt_key(c) not in barred], held
+
+
+def _prompt_key(conversation: Conversation) -> bytes:
+    return np.asarray(conversation.tokens[: conversation.prompt_length], dtype=np.int64).tobytes()
+
+
 def pack_epoch(lengths: np.ndarray, sequence_length: int, open_rows: int, rng: np.random.Generator) -> list[list[int]]:
     """Conversations (by index, shuffled) packed into rows: each goes to the fullest open row with room; when none has
     room and `open_rows` are open, the fullest is closed. Longer conversations count as `sequence_length` (cut later)."""

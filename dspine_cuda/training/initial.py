@@ -82,7 +82,7 @@ def drafter_config(config: TrainConfig, target: TargetShape, mask_token: int | N
             top_k=model.top_k,
             ce_weight=config.loss.alpha,
             alignment_weight=config.loss.alignment_weight,
-            alignment_warmup_steps=schedule.beta_warmup_steps or warmup_steps(schedule),
+            alignment_warmup_steps=schedule.beta_warmup_steps or (warmup_steps(schedule) if schedule.max_steps else 1),
             replacement_layers=schedule.replacement_layers,
             replacement_probability=schedule.replacement_probability,
             replacement_hold_ratio=schedule.replacement_hold_ratio,

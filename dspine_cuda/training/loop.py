@@ -22,7 +22,7 @@ from dspine_cuda.drafter import TorchDrafter
 from dspine_cuda.training.batches import Batch, make_batch
 from dspine_cuda.training.checkpointing import load_latest, save_checkpoint, trim_metrics
 from dspine_cuda.training.config import TrainConfig, complete_fingerprint
-from dspine_cuda.training.data import Conversation, RowStream, load_conversations, split_holdout
+from dspine_cuda.training.data import Conversation, RowStream, load_split
 from dspine_cuda.training.devices import pick_device
 from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
 from dspine_cuda.training.export import export_drafter
@@ -38,6 +38,7 @@ from dspine_cuda.training.target import load_frozen_target, load_tokenizer
 
 log = logging.getLogger("dspine.training")
 PREFETCH = 4
+WARM_STEPS, TIMED_STEPS = 4, 20  # of the probe that turns minutes into steps: the first compile
 
 
 class Prefetcher:
@@ -61,7 +62,7 @@ class Prefetcher:
 
     def _work(self, step: int) -> None:
         config = self._config
-        while not self._stop.is_set() and step < config.schedule.max_steps:
+        while not self._stop.is_set() and step < config.schedule.steps:
             rows = self._stream.take(config.data.rows_per_step)
             batch = make_batch(
                 rows,
@@ -193,32 +194,35 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, resume: bool = False) -> None:
         self.config, run = config, config.run
+        self.born = time.perf_counter()
+        self.fingerprint = config.fingerprint()
         self.device = pick_device(run.device)
         self.ranks = Ranks(self.device)
         self._check_ranks()
         self.output = Path(run.output_dir)
         self.checkpoints = self.output / "checkpoints"
-        state = load_latest(self.checkpoints, config.fingerprint(), complete_fingerprint) if resume else None
+        state = load_latest(self.checkpoints, self.fingerprint, complete_fingerprint) if resume else None
         if not resume and any(self.checkpoints.glob("step-*.pt")):
             raise DSpineError(f"{self.output} already holds a run; continue it with --resume or choose another run.output_dir")
         folder = resolve_model(config.model.target)
         dtype = getattr(torch, run.dtype)
         self.target = load_frozen_target(folder, self.device, dtype)
-        conversations = self._conversations(folder)
-        vocab, chosen = self.target.shape.vocab_size, config.model.mask_token_id
-        mask_token = choose_mask_token(folder, conversations, vocab) if chosen is None else chosen
+        self.train_data, self.held_out = self._conversations(folder)
+        vocab, mask_token = self.target.shape.vocab_size, config.model.mask_token_id
+        if mask_token is None:
+            mask_token = choose_mask_token(folder, self.train_data + self.held_out, vocab)
         self.shape = drafter_config(config, self.target.shape, mask_token)
         self.model, space = starting_model(config, self.shape, self.target)
         self.basis = None if space is None else space.basis
         self.model = self.model.to(self.device, dtype).eval()
         self.optimizer = MasterOptimizer(self.model, config.optimizer)
         self.forward = self._make_forward()
-        train, self.held_out = split_holdout(conversations, config.data.holdout)
         self.step, position, self.elapsed = 0, (0, 0), 0.0
         if state is not None:
             self.step, position, self.elapsed = state["step"], tuple(state["position"]), state["elapsed"]
             self.optimizer.load_state_dict(state["optimizer"])
-        self.stream = RowStream(train, config.data.sequence_length, config.data.open_rows, run.seed, position)
+            self._fix_steps(state.get("max_steps"))
+        self.stream = self._rows(position)
         self.position = position
         self.features = self._cached_features()
         self.output.mkdir(parents=True, exist_ok=True)
@@ -231,16 +235,68 @@ class Trainer:
     def leader(self) -> bool:
         return self.ranks.rank == 0
 
-    def _conversations(self, folder: Path) -> list[Conversation]:
-        """All data; ids outside the target's vocabulary are an error."""
-        conversations = load_conversations(self.config.data.path, lambda: load_tokenizer(folder))
-        highest, vocab = max(int(c.tokens.max(initial=0)) for c in conversations), self.target.shape.vocab_size
+    def _conversations(self, folder: Path) -> tuple[list[Conversation], list[Conversation]]:
+        """Training and held-out data; ids outside the target's vocabulary are an error."""
+        data = self.config.data
+        train, held_out = load_split(data.paths, data.holdout, lambda: load_tokenizer(folder))
+        highest, vocab = max(int(c.tokens.max(initial=0)) for c in train + held_out), self.target.shape.vocab_size
         if highest >= vocab:
             raise DSpineError(
-                f"data.path {self.config.data.path}: token id {highest} is outside the target's vocabulary of {vocab}: the "
+                f"data.path {', '.join(data.paths)}: token id {highest} is outside the target's vocabulary of {vocab}: the "
                 f"data was made with another tokenizer"
             )
-        return conversations
+        return train, held_out
+
+    def _rows(self, position: tuple[int, int]) -> RowStream:
+        data = self.config.data
+        return RowStream(self.train_data, data.sequence_length, data.open_rows, self.config.run.seed, position)
+
+    def _fix_steps(self, steps: int | None) -> None:
+        """From here on the schedules end at `steps` (None: as the config says)."""
+        if steps is not None:
+            self.config = self.config.model_copy(update={"schedule": self.config.schedule.fixed(steps)})
+            self.shape = drafter_config(self.config, self.target.shape, self.shape.mask_token_id)
+
+    def _steps_in_time(self) -> None:
+        """`schedule.max_minutes`: time steps at learning rate 0, forget them, and fix how many fit."""
+        schedule = self.config.schedule
+        if schedule.max_minutes is None or self.step > 0:
+            return
+        real, self.config = self.config, self.config.model_copy(update={"schedule": schedule.fixed(1 << 30)})
+        prefetch = self._prefetcher(self._rows(self.position))
+        try:
+            for count in range(WARM_STEPS + TIMED_STEPS):
+                if count == WARM_STEPS:
+                    self._wait_for_device()
+                    started = time.perf_counter()
+                self._update(prefetch.next()[0], 0.0)
+            self._wait_for_device()
+        finally:
+            prefetch.close()
+            self.config = real
+        each = (time.perf_counter() - started) / TIMED_STEPS
+        self.optimizer = None  # type: ignore[assignment]  # its memory first
+        self.optimizer = MasterOptimizer(self.model, real.optimizer)  # rate 0 moved no weight, but the moments
+        spent = time.perf_counter() - self.born
+        agreed = torch.tensor([max(0, int((60.0 * schedule.max_minutes - spent) / each))], device=self.device)
+        if self.ranks.world > 1:
+            dist.broadcast(agreed, 0)
+        steps = min(int(agreed), schedule.max_steps or int(agreed))
+        if steps < 1:
+            raise DSpineError(
+                f"schedule.max_minutes {schedule.max_minutes:g} is over before the first step: loading and compilation took "
+                f"{spent:.0f} s, a step takes {1000 * each:.0f} ms"
+            )
+        self._fix_steps(steps)
+        self.write({"kind": "schedule", "step": 0, "max_steps": steps, "ms_per_step": 1000 * each})
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _prefetcher(self, stream: RowStream) -> Prefetcher:
+        pin, rows = self.device.type == "cuda", self.shape.query_rows
+        return Prefetcher(self.config, stream, self.step, pin, self.features, rows)
 
     def _check_ranks(self) -> None:
         world, config = self.ranks.world, self.config
@@ -282,18 +338,18 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the end (or to a limit); returns a summary with the last acceptance and the exported folder."""
-        schedule, run = self.config.schedule, self.config.run
-        pin, rows = self.device.type == "cuda", self.shape.query_rows
-        prefetch = Prefetcher(self.config, self.stream, self.step, pin, self.features, rows)
-        meter = Meter(self)
+        meter, run = Meter(self), self.config.run
+        meter.pause(self._steps_in_time)
+        last = self.config.schedule.steps
+        prefetch = self._prefetcher(self.stream)
         try:
-            with progress_bar(schedule.max_steps, run.progress and self.leader) as advance:
-                while self.step < schedule.max_steps and not self._out_of_time(meter):
+            with progress_bar(last, run.progress and self.leader) as advance:
+                while self.step < last and not self._out_of_time():
                     batch, self.position = prefetch.next()
                     self._advance(batch, meter)
-                    if self.step % run.log_every == 0 or self.step == schedule.max_steps:
+                    if self.step % run.log_every == 0 or self.step == last:
                         advance(self.step, _line(meter.flush()))
-                    if run.eval_every and self.step % run.eval_every == 0 and self.step < schedule.max_steps:
+                    if run.eval_every and self.step % run.eval_every == 0 and self.step < last:
                         meter.pause(self.evaluate)
                     if self.step % run.checkpoint_every == 0:
                         meter.pause(lambda: self.save(meter.total()))
@@ -305,22 +361,26 @@ class Trainer:
         self.save(meter.total())
         return self._finish(meter)
 
-    def _out_of_time(self, meter: Meter) -> bool:
+    def _out_of_time(self) -> bool:
         limit = self.config.run.time_limit_minutes
-        return limit is not None and meter.total() > 60.0 * limit
+        return limit is not None and time.perf_counter() - self.born > 60.0 * limit
 
     def _advance(self, batch: Batch, meter: Meter) -> None:
+        rate = learning_rate(self.step, self.config.optimizer.learning_rate, self.config.schedule)
+        meter.count(batch)
+        totals, loss, norm, beta = self._update(batch, rate)
+        self.step += 1
+        meter.add(totals, loss, norm, rate, beta)
+
+    def _update(self, batch: Batch, rate: float) -> tuple[Tensor, Tensor, Tensor, float]:
+        """One update at the current step; sums, loss, gradient norm and beta."""
         config, step = self.config, self.step
         beta = alignment_beta(step, config.loss.alignment_weight, config.schedule)
-        rate = learning_rate(step, config.optimizer.learning_rate, config.schedule)
-        meter.count(batch)
         self.forward.base_share = base_share(step, config.loss.base_share_end, config.schedule)
         whole = batch.to(self.device)
         weight = whole.weights.sum() if config.optimizer.normalize_over == "micro_batch" else None
         shares = self.ranks.share(whole, config.optimizer.micro_batches)
-        totals, loss, norm = training_step(self.forward, self.optimizer, shares, self.ranks, beta, rate, weight)
-        self.step += 1
-        meter.add(totals, loss, norm, rate, beta)
+        return *training_step(self.forward, self.optimizer, shares, self.ranks, beta, rate, weight), beta
 
     def evaluate(self, exact: bool = False) -> Acceptance | None:
         """Acceptance on the held-out conversations by the inference code; one line in the metrics."""
@@ -349,13 +409,19 @@ class Trainer:
             "step": self.step,
             "position": list(self.position),
             "elapsed": elapsed,
-            "fingerprint": json.dumps(self.config.fingerprint()),
+            "fingerprint": json.dumps(self.fingerprint),
+            "max_steps": self.config.schedule.steps,
             "optimizer": self.optimizer.state_dict(),
         }
         save_checkpoint(self.checkpoints, state, self.config.run.keep_checkpoints)
 
     def _finish(self, meter: Meter) -> dict[str, Any]:
-        summary: dict[str, Any] = {"steps": self.step, "elapsed_seconds": round(meter.total(), 1), **meter.speed()}
+        summary: dict[str, Any] = {
+            "steps": self.step,
+            "max_steps": self.config.schedule.steps,
+            "elapsed_seconds": round(meter.total(), 1),
+            **meter.speed(),
+        }
         summary["skipped_steps"] = int(self.optimizer.skipped)
         if not self.leader:
             return summary

@@ -12,7 +12,7 @@ from dspine_cuda.training.config import ScheduleSection
 
 def warmup_steps(schedule: ScheduleSection) -> int:
     """Length of the learning rate's warm-up, at least one step."""
-    return max(1, round(schedule.warmup_ratio * schedule.max_steps))
+    return max(1, round(schedule.warmup_ratio * schedule.steps))
 
 
 def learning_rate(step: int, peak: float, schedule: ScheduleSection) -> float:
@@ -20,7 +20,7 @@ def learning_rate(step: int, peak: float, schedule: ScheduleSection) -> float:
     warm = warmup_steps(schedule)
     if step < warm:
         return peak * (step + 1) / warm
-    progress = (step - warm) / max(1, schedule.max_steps - warm)
+    progress = (step - warm) / max(1, schedule.steps - warm)
     return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
@@ -31,12 +31,12 @@ def alignment_beta(step: int, final: float, schedule: ScheduleSection) -> float:
 
 def base_share(step: int, end_ratio: float, schedule: ScheduleSection) -> float:
     """Domino: share of the uncorrected output in the loss, 1 at step 0, linear to 0 at `end_ratio` of the run."""
-    return max(0.0, 1.0 - step / (end_ratio * schedule.max_steps))
+    return max(0.0, 1.0 - step / (end_ratio * schedule.steps))
 
 
 def replacement_probability(step: int, schedule: ScheduleSection) -> float:
     """Bernoulli p of the correct-predecessor curriculum: held, then linear to 0."""
-    ratio = step / schedule.max_steps
+    ratio = step / schedule.steps
     hold, end = schedule.replacement_hold_ratio, schedule.replacement_end_ratio
     if ratio < hold:
         return schedule.replacement_probability

@@ -14,8 +14,10 @@ import torch
 from dspine.common.errors import DSpineError
 from dspine.common.protocols import DraftRequest
 from dspine_cuda.drafter import load_drafter
+from dspine_cuda.training import loop
 from dspine_cuda.training.cli import main
 from dspine_cuda.training.config import parse_train_config
+from dspine_cuda.training.data import load_split
 from dspine_cuda.training.evaluate import simulated_acceptance
 from dspine_cuda.training.loop import Trainer, train
 from dspine_cuda.training.masks import document_mask
@@ -82,6 +84,71 @@ def test_killed_and_resumed_gives_the_same_losses(place: Path, dtype: str) -> No
     for name, master in first["optimizer"]["masters"].items():
         torch.testing.assert_close(second["optimizer"]["masters"][name], master, rtol=0, atol=0)
     assert first["position"] == second["position"]
+
+
+def test_minutes_become_steps_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of one second a look: the probe fixes a number of steps, leaves no trace, and a resumed run keeps the number."""
+    monkeypatch.setattr(loop, "WARM_STEPS", 1)
+    monkeypatch.setattr(loop, "TIMED_STEPS", 2)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(ticks)))
+    clocked = {"schedule": {"max_steps": None, "max_minutes": 0.25, "replacement_layers": 1}}
+    summary = train(parse_train_config(run_of(place, "clocked", **clocked)))
+    steps = summary["max_steps"]
+    assert 4 < steps < 200 and summary["steps"] == steps
+    written = [json.loads(line) for line in (place / "clocked/metrics.jsonl").read_text().splitlines()]
+    assert [row["max_steps"] for row in written if row["kind"] == "schedule"] == [steps]
+    plain = {"schedule": {"max_steps": steps, "replacement_layers": 1}}
+    train(parse_train_config(run_of(place, "plain", **plain)))
+    assert losses(place / "clocked") == losses(place / "plain")
+    rates = [[row["learning_rate"] for row in train_rows(place / name)] for name in ("clocked", "plain")]
+    assert rates[0] == rates[1] and rates[0][-1] < 0.01 * max(rates[0])
+    cards = [json.loads((place / name / "drafter/config.json").read_text()) for name in ("clocked", "plain")]
+    assert cards[0] == cards[1]
+
+    train(parse_train_config(run_of(place, "cut", run={"stop_after": 3}, **clocked)))
+    monkeypatch.setattr(loop, "TIMED_STEPS", 10**6)  # a second probe would never end
+    assert train(parse_train_config(run_of(place, "cut", **clocked)), resume=True)["steps"] == steps
+    assert losses(place / "cut") == losses(place / "plain")
+
+
+def test_minutes_that_hold_no_step_and_a_ceiling_of_steps(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "WARM_STEPS", 1)
+    monkeypatch.setattr(loop, "TIMED_STEPS", 2)
+    with pytest.raises(DSpineError, match="schedule.max_minutes 1e-06 is over before the first step"):
+        train(parse_train_config(run_of(place, "none", schedule={"max_steps": None, "max_minutes": 1e-6})))
+    assert train(parse_train_config(run_of(place, "few", schedule={"max_steps": 3, "max_minutes": 5.0})))["steps"] == 3
+
+
+def test_a_time_limit_is_the_calls_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run has its minutes anew."""
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(ticks)))
+    settings = parse_train_config(run_of(place, "run", run={"time_limit_minutes": 0.2}))
+    first = train(settings)["steps"]
+    assert 0 < first < 30
+    assert train(settings, resume=True)["steps"] >= min(30, 2 * first - 2)
+
+
+def test_more_data_behind_the_first(place: Path) -> None:
+    """The holdout stays; new answers to held-out prompts are not trained on."""
+    write_shards(place / "more", conversations=10, seed=5)
+    train_one, held_one = load_split([place / "data"], 8)
+    train_two, held_two = load_split([place / "data", place / "more"], 8)
+    assert [c.tokens.tolist() for c in held_two] == [c.tokens.tolist() for c in held_one] and len(held_two) == 8
+    assert len(train_two) == len(train_one) + 20
+    shard = dict(np.load(place / "more/toy_1.npz"))
+    held = held_one[3]
+    tokens = np.concatenate([held.tokens[: held.prompt_length], [7, 8, 9]])
+    np.savez(place / "more/toy_1.npz", **shard | {"tokens": tokens, "lengths": np.array([len(tokens)]),
+             "prompt_lengths": np.array([held.prompt_length]), "greedy": np.array([True])})  # fmt: skip
+    assert len(load_split([place / "data", place / "more"], 8)[0]) == len(train_one) + 10
+    both = [str(place / "data"), str(place / "more")]
+    summary = train(parse_train_config(run_of(place, "run", data={"path": both}, run={"stop_after": 2})))
+    assert summary["steps"] == 2
+    for wrong in ([], [both[0], both[0]], [""]):
+        with pytest.raises(DSpineError, match="data: path names"):
+            parse_train_config(run_of(place, "run", data={"path": wrong}))
 
 
 def test_resuming_with_other_settings_is_refused(place: Path) -> None:
