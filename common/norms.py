@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspine.common.arrays import array_namespace, astype, at_least_float32
+from dspine.common.errors import DSpineError
+from dspine.common.registry import operation
 
 Array = Any
 
@@ -37,3 +39,34 @@ def fused_norm(norm: Any, wide: Array, dtype: Any, out_dtype: Any) -> Array:
     if hasattr(norm, "weight") and hasattr(norm, "eps"):
         return astype(rms_norm(wide, at_least_float32(norm.weight), norm.eps), out_dtype)
     return astype(norm(astype(wide, dtype)), out_dtype)
+
+
+def row_norm(x: Array, norm: Any) -> Array:
+    """norm (with `weight` and `eps`) of x [..., H], in the dtype of x: a weight of that dtype multiplies the rounded
+    quotient, as `rms_norm` does it; a wider one the unrounded quotient, which is rounded once."""
+    if norm.weight.dtype == x.dtype:
+        return rms_norm(x, norm.weight, norm.eps)
+    return astype(rms_norm(at_least_float32(x), at_least_float32(norm.weight), norm.eps), x.dtype)
+
+
+@operation
+def add_rms_norm(x: Array, y: Array | None, norm: Any) -> tuple[Array, Array]:
+    """(s, normed) with s = x + y and normed = weight * s / sqrt(mean(s^2) + eps): a residual sum and the norm behind it.
+
+    x [..., H]; y the same shape and dtype, or None: s is x. norm: `weight` [H] (a centred weight, 1 + w, is added up by the
+    caller) in any dtype, and `eps`. s is rounded to the dtype of x before it is normed; statistics and products are float32
+    at least, rounded once to that dtype. Returns new arrays (s is x where y is None). Raises `DSpineError` on shapes.
+    """
+    check_add_rms_norm(x, y, norm)
+    total = x if y is None else astype(at_least_float32(x) + at_least_float32(y), x.dtype)
+    return total, fused_norm(norm, at_least_float32(total), x.dtype, x.dtype)
+
+
+def check_add_rms_norm(x: Array, y: Array | None, norm: Any) -> None:
+    """Raise `DSpineError` where shapes or dtypes do not fit together."""
+    if y is not None and (tuple(y.shape) != tuple(x.shape) or y.dtype != x.dtype):
+        raise DSpineError(
+            f"add_rms_norm: y must have shape {tuple(x.shape)} and dtype {x.dtype}, got {tuple(y.shape)} and {y.dtype}"
+        )
+    if tuple(norm.weight.shape) != tuple(x.shape[-1:]):
+        raise DSpineError(f"add_rms_norm: norm.weight must have shape {tuple(x.shape[-1:])}, got {tuple(norm.weight.shape)}")

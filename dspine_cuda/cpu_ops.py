@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspine.common import signals
+from dspine.common import attention, norms, signals
 from dspine.common.arrays import top_k
 from dspine.common.injection import InjectionWeights
+from dspine.common.norms import row_norm
 from dspine.common.signals import DraftSignals
+from dspine_cuda.targets.layers import Norm, rotate_
 
 
 def transition_scores(
@@ -67,3 +69,41 @@ def draft_signals(logits: Tensor, k: int) -> DraftSignals:
     total = weights.sum(dim=-1)
     entropy = total.log() - weights.mul_(shifted).sum(dim=-1) / total
     return DraftSignals(values, ids, 1 / total, entropy)
+
+
+def attention_inputs(
+    projected: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, live: Tensor, keys: Tensor, values: Tensor, heads: int,
+    norm: Any | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`common.attention.attention_inputs` in place, by the steps (and with the bits) of the eager decoders."""
+    attention.check_attention_inputs(projected, cos, sin, lengths, live, keys, values, heads, norm)
+    key_heads, capacity, size = keys.shape[1:]
+    turned = heads + key_heads
+    offsets = torch.arange(projected.shape[1], dtype=torch.int32)
+    place = torch.where(offsets < live[:, None], lengths[:, None] + offsets, capacity - 1).to(torch.int64)
+    angles = (table[place.clamp(0, cos.shape[0] - 1)].unsqueeze(2) for table in (cos, sin))
+    both = projected[:, :, :turned]
+    both = both.clone() if norm is None else norm(both) if isinstance(norm, Norm) else row_norm(both, norm)
+    rotate_(both if cos.shape[1] == size else both[..., : cos.shape[1]], *angles)
+    for cache, rows in ((keys, both[:, :, heads:]), (values, projected[:, :, turned : turned + key_heads])):
+        rows = rows.transpose(1, 2)
+        cache.scatter_(2, place[:, None, :, None].expand(rows.shape), rows)
+    return both[:, :, :heads], keys, values
+
+
+def add_rms_norm(x: Tensor, y: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """`common.norms.add_rms_norm` by the eager decoders' own norm."""
+    norms.check_add_rms_norm(x, y, norm)
+    total = x if y is None else x + y
+    return total, norm(total)
+
+
+def has_own_norm(x: Tensor, y: Tensor | None, norm: Any) -> bool:
+    """Norms of the lean decoders; any other takes the core's code."""
+    return isinstance(norm, Norm)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`common.gating.silu_mul` in two operations."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

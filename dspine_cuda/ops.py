@@ -8,12 +8,14 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from dspine.common import arrays, gdn, signals, transition
+from dspine.common import arrays, attention, gating, gdn, norms, signals, transition
 from dspine.common.registry import register_device, register_kernel
 from dspine_cuda import cpu_gdn, cpu_ops
 
 _TRITON_KERNELS = (
     "accept",
+    "add_rms_norm",
+    "attention_inputs",
     "block_attention",
     "correct_length",
     "draft_signals",
@@ -25,6 +27,7 @@ _TRITON_KERNELS = (
     "path_walk",
     "routed_experts",
     "select_length",
+    "silu_mul",
     "transition_scores",
 )
 _LOW_WORD = 0xFFFFFFFF
@@ -77,6 +80,9 @@ def register() -> None:
         (gdn.gdn_inputs, cpu_gdn.gdn_inputs, cpu_gdn.supports_inputs),
         (gdn.gdn_verify, cpu_gdn.gdn_verify, cpu_gdn.supports_verify),
         (gdn.gdn_commit, cpu_gdn.gdn_commit, cpu_gdn.supports_commit),
+        (attention.attention_inputs, cpu_ops.attention_inputs, None),
+        (norms.add_rms_norm, cpu_ops.add_rms_norm, cpu_ops.has_own_norm),
+        (gating.silu_mul, cpu_ops.silu_mul, None),
     )
     for core, function, supports in on_cpu:
         name = core.__name__

@@ -20,14 +20,19 @@ FLOAT32, BFLOAT16 = "float32", "bfloat16"
 TINY = 1e-6
 BOTH, SINGLE = (FLOAT32, BFLOAT16), (FLOAT32,)
 
-# (kind of output, dtype) -> bound. A bfloat16 output carries its own rounding of 1.7e-3; state and factors are float32.
+# (kind of output, dtype) -> bound. A bfloat16 output carries its own rounding of 1.7e-3; state and factors are float32; steps
+# are up to four bfloat16 roundings one after another.
 BOUNDS = {
+    ("steps", FLOAT32): 2e-6,
+    ("steps", BFLOAT16): 5e-3,
     ("out", FLOAT32): 2e-6,
     ("out", BFLOAT16): 2e-3,
     ("state", FLOAT32): 2e-6,
     ("state", BFLOAT16): 1e-5,
 }
 HOSTILE = {
+    ("steps", FLOAT32): 1e-5,
+    ("steps", BFLOAT16): 5e-3,
     ("out", FLOAT32): 1e-5,
     ("out", BFLOAT16): 3e-3,
     ("state", FLOAT32): 1e-5,
@@ -41,7 +46,8 @@ class Check:
 
     build() -> tuple of arguments with `Value`s in it; run(call, args) -> named outputs on the backend; expect(args in
     float64 NumPy) -> the same names in NumPy. kinds: output name -> `out` (in the dtype under test), `scores` (float32
-    from inputs of that dtype), `state` (float32 throughout), or `exact` (must agree in every entry: indices and copies).
+    from inputs of that dtype), `state` (float32 throughout), `steps` (rounded to the dtype under test between steps),
+    or `exact` (must agree in every entry: indices and copies).
     hostile: the wider bounds.
     """
 
@@ -61,7 +67,7 @@ class Check:
         kind = self.kinds[output]
         if kind == "exact":
             return 0.0
-        bound = (HOSTILE if self.hostile else BOUNDS)["state" if kind == "state" else "out", dtype]
+        bound = (HOSTILE if self.hostile else BOUNDS)[kind if kind in ("state", "steps") else "out", dtype]
         if (kind, dtype) == ("out", BFLOAT16):
             bound = max(bound, 1.1 * _relative(to_bfloat16(want.astype(np.float32)), want))
         return bound

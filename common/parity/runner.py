@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from dspine.common import acceptance, attention, experts, gdn, injection, quantized_rows, signals, transition
+from dspine.common import acceptance, attention, experts, gating, gdn, injection, norms, quantized_rows, signals, transition
 from dspine.common.errors import DSpineError
-from dspine.common.parity import block_checks, decision_checks, draft_checks, gdn_checks, packed_checks
+from dspine.common.parity import block_checks, decision_checks, draft_checks, gdn_checks, layer_checks, packed_checks
 from dspine.common.parity.backends import ParityBackend, map_values, role_dtype, rounded
 from dspine.common.parity.checks import Check
 from dspine.common.registry import reference_only
@@ -35,7 +35,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         lengths.correct_length,
         acceptance.accept_greedy,
         acceptance.accept_point_mass,
+        attention.attention_inputs,
         attention.block_attention,
+        norms.add_rms_norm,
+        gating.silu_mul,
         experts.routed_experts,
         quantized_rows.quantized_rows,
         quantized_rows.gathered_rows,
@@ -81,7 +84,7 @@ class Declined(Exception):
 @lru_cache(maxsize=2)
 def table(scaled: bool) -> tuple[Check, ...]:
     """All checks; `scaled`: real model shapes cut down for emulated and interpreted backends."""
-    parts = (gdn_checks, draft_checks, decision_checks, block_checks, packed_checks)
+    parts = (gdn_checks, draft_checks, decision_checks, block_checks, layer_checks, packed_checks)
     return tuple(check for part in parts for check in part.checks(scaled))
 
 

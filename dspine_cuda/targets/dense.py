@@ -25,7 +25,7 @@ from dspine_cuda.arrays import TorchArrays
 from dspine_cuda.caches import KVCache
 from dspine_cuda.targets.checkpoint import TargetTensors
 from dspine_cuda.targets.config import DecoderConfig
-from dspine_cuda.targets.layers import Map, RotaryTables, make_linear, make_norm, rotate_
+from dspine_cuda.targets.layers import Map, Norm, RotaryTables, make_linear, make_norm, rotate_
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class DenseLayer:
 
             return make_linear(read("weight"), read("bias") if has_bias else None)
 
-        def norm(name: str) -> Map:
+        def norm(name: str) -> Norm:
             return make_norm(tensors.read_as(f"{prefix}{name}.weight", dtype, device), config.rms_norm_eps)
 
         self.qkv = stacked(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.attention_bias)
@@ -96,7 +96,7 @@ class DenseLayer:
         self.gate_up = stacked(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
         self.down = stacked(("mlp.down_proj",), config.mlp_bias)
         self.input_norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
-        self.qk_norm: Map | None = None
+        self.qk_norm: Norm | None = None
         if config.qk_norm:
             query, key = (tensors.read_as(f"{prefix}self_attn.{name}.weight", dtype, device) for name in ("q_norm", "k_norm"))
             rows = torch.cat([query.expand(self.heads, -1), key.expand(self.kv_heads, -1)])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspine_cuda.targets.layers import Map, make_linear
+from dspine_cuda.targets.layers import Map, Norm, make_linear
 
 _LARGEST_COPY = 1 << 26  # elements of a matrix of which a second, transposed copy is kept
 
@@ -43,7 +43,7 @@ def make_exact_linear(weight: Tensor, *, keep: bool = False) -> Map:
     return lambda x: product(x, transposed)
 
 
-def make_wide_norm(weight: Tensor, eps: float, dtype: torch.dtype, *, half: bool = False) -> Map:
+def make_wide_norm(weight: Tensor, eps: float, dtype: torch.dtype, *, half: bool = False) -> Norm:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis, in float32, result as `dtype`; weight float32 [..., size].
     `half`: x may be of lower precision than the result.
 
@@ -52,19 +52,19 @@ def make_wide_norm(weight: Tensor, eps: float, dtype: torch.dtype, *, half: bool
     size = weight.shape[-1]
     if weight.device.type != "cpu":
         if weight.dim() == 1:  # one fused kernel, which torch has only where x and the weight are of one dtype
-            return lambda x: F.rms_norm(x.to(torch.float32), (size,), weight, eps).to(dtype)
-        return lambda x: (F.rms_norm(x.to(torch.float32), (size,), None, eps) * weight).to(dtype)
+            return Norm(lambda x: F.rms_norm(x.to(torch.float32), (size,), weight, eps).to(dtype), weight, eps)
+        return Norm(lambda x: (F.rms_norm(x.to(torch.float32), (size,), None, eps) * weight).to(dtype), weight, eps)
     floor, scaled = torch.tensor(math.sqrt(size * eps)), weight * math.sqrt(size)
 
     def exact(x: Tensor) -> Tensor:
         return x.div(torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)).mul_(scaled)
 
     if dtype == torch.float32 and not half:
-        return exact
+        return Norm(exact, weight, eps)
 
     def norm(x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
         length = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(floor)
         return wide.div(length).mul_(scaled).to(dtype)
 
-    return norm
+    return Norm(norm, weight, eps)

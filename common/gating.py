@@ -1,0 +1,30 @@
+"""The gated activation of a feed-forward layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dspine.common.arrays import astype, at_least_float32, sigmoid
+from dspine.common.errors import DSpineError
+from dspine.common.registry import operation
+
+Array = Any
+
+
+@operation
+def silu_mul(gate_up: Array) -> Array:
+    """silu(gate) * up: gate_up [..., 2I] (gate before up) -> [..., I].
+
+    silu in float32 at least; it is rounded to the dtype of gate_up before the product, as `silu(gate) * up` is of two
+    operations. Raises `DSpineError` where the last axis is odd.
+    """
+    check_silu_mul(gate_up)
+    size = gate_up.shape[-1] // 2
+    gate = at_least_float32(gate_up[..., :size])
+    return astype(gate * sigmoid(gate), gate_up.dtype) * gate_up[..., size:]
+
+
+def check_silu_mul(gate_up: Array) -> None:
+    """Raise `DSpineError` unless the last axis is two halves."""
+    if len(gate_up.shape) < 1 or gate_up.shape[-1] % 2 or not gate_up.shape[-1]:
+        raise DSpineError(f"silu_mul: gate_up must have shape [..., 2I], got {tuple(gate_up.shape)}")
