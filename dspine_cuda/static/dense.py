@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspine.common.attention import block_attention
+from dspine.common.gating import silu_mul
+from dspine.common.norms import add_rms_norm
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Place, append, place_rows
+from dspine_cuda.static.steps import Where, place_inputs
 from dspine_cuda.targets.dense import DenseLayer, DenseTarget
-from dspine_cuda.targets.layers import rotate_
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,11 @@ class StaticOutput:
 class StaticDense:
     """`begin`, `finish` and `commit` of a `DenseTarget` on an arena; nothing is read by the host."""
 
-    def __init__(self, target: DenseTarget, arena: Arena) -> None:
-        self.target, self.arena = target, arena
+    def __init__(self, target: DenseTarget, arena: Arena, *, pad_rows: int = 0) -> None:
+        """pad_rows: products take at least this many rows, the missing ones zeros (0: as many as there are). A vendor's product
+        may sum in another order for another number of rows; with 16, plain steps and verification run the same ones, so a
+        token's bits do not depend on w. It costs one small launch a layer and one a step."""
+        self.target, self.arena, self.pad_rows = target, arena, pad_rows
         self.stores = arena.kv.store.unbind(0)
 
     def begin(self, tokens: Tensor, live: Tensor) -> Tensor:
@@ -35,34 +39,40 @@ class StaticDense:
         return tokens
 
     def finish(self, stage: Tensor, w: int, live: Tensor) -> StaticOutput:
-        """The first w tokens of each slot, of which live int32 [B] count; K/V go behind the committed ones."""
+        """The first w tokens of each slot, of which live int32 [B] count; K/V go behind the committed ones.
+
+        Every residual sum runs with the norm behind it, so a layer leaves its update for the next one to add.
+        """
         target, arena = self.target, self.arena
-        place = place_rows(arena.lengths, live, w, arena.scrap, arena.cos, arena.sin)
-        x = F.embedding(stage[:, :w].reshape(-1), target.embedding)
-        captured: dict[int, Tensor] = {}
-        for index, (layer, store) in enumerate(zip(target.layers, self.stores, strict=True)):
-            x = dense_layer(layer, x, store, place)
-            if index in target.taps:
-                captured[index] = x
-        shape = (place.batch, w, -1)
-        features = torch.cat([captured[i] for i in target.taps], dim=-1).view(shape) if target.taps else None
-        return StaticOutput(target.head(target.norm(x)).view(shape), features)
+        where = Where(arena.lengths, live, arena.cos[:, 0], arena.sin[:, 0], w)
+        residual = self._padded(F.embedding(stage[:, :w].reshape(-1), target.embedding))
+        update: Tensor | None = None
+        outputs: list[Tensor] = []  # of the layers so far
+        for layer, store in zip(target.layers, self.stores, strict=True):
+            entry, normed = add_rms_norm(residual, update, layer.input_norm)
+            outputs.append(entry)
+            mixed = self._padded(attend(layer, layer.qkv(normed), store, where))
+            residual, normed = add_rms_norm(entry, layer.output(mixed), layer.mlp_norm)
+            update = layer.down(silu_mul(layer.gate_up(normed)))
+        last, normed = add_rms_norm(residual, update, target.norm)
+        outputs = [*outputs[1:], last]
+        rows = where.batch * w
+        shape = (where.batch, w, -1)
+        features = torch.cat([outputs[i][:rows] for i in target.taps], dim=-1).view(shape) if target.taps else None
+        return StaticOutput(target.head(normed)[:rows].view(shape), features)
 
     def commit(self, m: Tensor) -> None:
         """K/V rows behind the new length are scratch; the lengths are the round's business."""
 
+    def _padded(self, x: Tensor) -> Tensor:
+        """x [N, H] with rows of zeros behind, at least `pad_rows` of them in all."""
+        missing = self.pad_rows - x.shape[0]
+        return x if missing <= 0 else F.pad(x, (0, 0, 0, missing))
 
-def dense_layer(layer: DenseLayer, x: Tensor, store: Tensor, place: Place) -> Tensor:
-    """x [N, H], N = B w -> [N, H]; the block's K/V go into store [2, B, Hk, C, D]."""
-    batch, count = place.batch, place.count
-    qkv = layer.qkv(layer.input_norm(x)).view(batch, count, -1, layer.head_dim)
-    rotated = qkv.narrow(2, 0, layer.rotated)
-    query, new = qkv.split_with_sizes(layer.sections, 2)
-    if layer.qk_norm is not None:
-        rotated.copy_(layer.qk_norm(rotated))
-    rotate_(rotated, place.cos, place.sin)
-    append(store, new.view(batch, count, 2, layer.kv_heads, layer.head_dim).permute(2, 0, 3, 1, 4), place.rows)
-    mixed = block_attention(query, store[0], store[1], place.lengths, layer.head_dim**-0.5)
-    h = layer.output(mixed.reshape(batch * count, -1)).add_(x)
-    gate, up = layer.gate_up(layer.mlp_norm(h)).chunk(2, dim=-1)
-    return layer.down(F.silu(gate, inplace=True) * up).add_(h)
+
+def attend(layer: DenseLayer, qkv: Tensor, store: Tensor, where: Where) -> Tensor:
+    """qkv [at least N, (Hq + 2 Hk) D], N = B w -> mixed [N, Hq D]; the block's K/V go into store [2, B, Hk, C, D]."""
+    rows = where.batch * where.count
+    projected = qkv[:rows].view(where.batch, where.count, -1, layer.head_dim)
+    query = place_inputs(projected, store, where, layer.heads, layer.qk_norm)
+    return block_attention(query, store[0], store[1], where.lengths, layer.head_dim**-0.5).reshape(rows, -1)

@@ -196,7 +196,7 @@ class StaticLoop(DecodingLoop):
     ) -> None:  # fmt: skip
         self._decoder, self._plan, self._started = decoder, plan, False
         super().__init__(decoder.target, drafter, prompt, params, policy)
-        self._ahead = 0
+        self._in_flight = 0
 
     def _make_caches(self, capacity: int) -> tuple[Any, Any]:
         """Those of the arena. `capacity` counts a block behind the last token; the arena adds its own."""
@@ -219,11 +219,11 @@ class StaticLoop(DecodingLoop):
         if not self._started:
             self._begin()
         mode = self._plan.mode if self.drafter is not None else PLAIN
-        while self._ahead < self._runner.depth:
+        while self._in_flight < self._runner.depth:
             self._runner.launch(mode)
-            self._ahead += 1
+            self._in_flight += 1
         report = read_report(self._runner.wait()[0])
-        self._ahead -= 1
+        self._in_flight -= 1
         if not report.tokens:
             raise DSpineError("a static round emitted nothing although the request has not ended: report this")
         if not report.finite:

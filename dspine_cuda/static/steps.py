@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from dspine.common.attention import attention_inputs
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,33 @@ class Place:
     def batch(self) -> int:
         """B."""
         return self.lengths.shape[0]
+
+
+@dataclass(frozen=True)
+class Where:
+    """The same for `attention_inputs`, which finds positions itself: lengths and live int32 [B], whole tables cos and sin
+    [positions, R], `count` rows a slot."""
+
+    lengths: Tensor
+    live: Tensor
+    cos: Tensor
+    sin: Tensor
+    count: int
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.lengths.shape[0]
+
+
+def place_inputs(projected: Tensor, store: Tensor, where: Where, heads: int, norm: Any | None) -> Tensor:
+    """`attention_inputs` of projected [B, w, S, D] into store [2, B, Hk, C, D]; the query [B, w, heads, D]."""
+    keys, values = store.unbind(0)
+    query, *made = attention_inputs(projected, where.cos, where.sin, where.lengths, where.live, keys, values, heads, norm)
+    for place, new in zip((keys, values), made, strict=True):
+        if new.data_ptr() != place.data_ptr():  # the core's own code writes nothing in place
+            place.copy_(new)
+    return query
 
 
 def place_rows(lengths: Tensor, live: Tensor, count: int, scrap: int, cos: Tensor, sin: Tensor) -> Place:
