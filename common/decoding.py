@@ -169,6 +169,7 @@ class DecodingLoop:
         self.finish_reason: str | None = None
         self._read = 0  # prompt tokens in the caches
         self._queued: tuple[int, Proposal | None] | None = None  # the draft after so many generated tokens, asked for early
+        self._ahead: tuple[Any, Any] | None = None  # a plain round begun early: its verification, and its token on the device
         self._recent: deque[int] = deque(maxlen=BREAK_EVEN_ROUNDS)
         self._counts = self._output_counts = None
         if params.sampling.penalised:
@@ -182,16 +183,24 @@ class DecodingLoop:
 
     def run(self) -> Iterator[TokenEvent]:
         """The one loop: prefill, then rounds until something ends it."""
-        while self.finish_reason is None:
-            yield from self.step().events
+        try:
+            while self.finish_reason is None:
+                yield from self.step(ahead=True).events
+        finally:
+            self.drop_ahead()
 
-    def step(self) -> Round:
-        """The next chunk of the prompt, or the next round."""
+    def step(self, ahead: bool = False) -> Round:
+        """The next chunk of the prompt, or the next round. ahead: plain rounds may begin the one after them; whoever stops
+        between two steps then calls `drop_ahead` before using the caches."""
         started = perf_counter()
         if self.reading_prompt:
             result = self._prefill()
             self.stats.prefill_seconds += perf_counter() - started
+        elif ahead and self._looks_ahead():
+            result = self._plain_round()
+            self.stats.decode_seconds += perf_counter() - started
         else:
+            self.drop_ahead()
             result = self._round()
             self.stats.decode_seconds += perf_counter() - started
         self._draft_ahead()
@@ -300,6 +309,40 @@ class DecodingLoop:
         self.stats.draft_seconds += drafted - started + perf_counter() - verified
         self.stats.verify_seconds += verified - drafted
         return result
+
+    def _looks_ahead(self) -> bool:
+        """Whether the next plain round can be queued before this one's token is read: greedy, and shaped by nothing that the
+        host counts. Only for targets that compute in the background and can be read in the middle (`Target.start`)."""
+        shaped = bool(self.rules) or self._counts is not None
+        return self.drafter is None and self.rule == "greedy" and not shaped and hasattr(self.target, "start")
+
+    def _plain_round(self) -> Round:
+        """A block of one token. The next one is queued before the host waits for this one's token, and dropped if that is the
+        last: a token a round is committed whatever it is, so nothing else depends on the read."""
+        started = perf_counter()
+        ready, self._ahead = self._ahead, None
+        verification, token = ready or self._start_plain(self._anchor_array())
+        self.target.commit(self.cache, verification, 1)
+        if self.round_limit() > 1:
+            self._ahead = self._start_plain(token)
+        result = self.settle([], 0, int(self.target.arrays.to_host(token)[0][0]), verification.logits)
+        if self.finish_reason is not None:
+            self.drop_ahead()
+        self.stats.verify_seconds += perf_counter() - started
+        return result
+
+    def _start_plain(self, anchor: Any) -> tuple[Any, Any]:
+        """(verification, the token after it int32 [1]) of a block of one token int32 [1], both on their way."""
+        verification = self.target.finish(self.cache, self.target.begin(self.cache, anchor[:, None]), 1)
+        token = astype(self.judge(verification.logits, anchor[:, None], None).next_token, anchor.dtype)
+        self.target.start(verification, token)  # type: ignore[attr-defined]
+        return verification, token
+
+    def drop_ahead(self) -> None:
+        """Forget a round that was begun early: the caches then hold what `committed` says."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self.target.commit(self.cache, ahead[0], 0)
 
     def draft_request(self) -> DraftRequest:
         """How the next draft of this sequence is to be made."""

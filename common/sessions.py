@@ -89,13 +89,14 @@ class Session:
         try:
             while loop.finish_reason is None:
                 reading, whole = loop.reading_prompt, False
-                events = loop.step().events
+                events = loop.step(ahead=True).events
                 whole = True
                 if reading and progress is not None:
                     progress(min(loop.committed, total), total)
                 yield from events
         finally:
             if whole:
+                loop.drop_ahead()
                 self.close(loop)
 
 

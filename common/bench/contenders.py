@@ -120,7 +120,7 @@ class LoopContender:
 
     def run(self, task: Task) -> Run:
         """Decode as the command line does."""
-        return self._drain(self._loop(task, self.target, self.drafter))
+        return self._drain(self._loop(task, self.target, self.drafter), ahead=True)
 
     def phases(self, task: Task) -> dict[str, list[float]]:
         """The same with marks between the steps."""
@@ -137,10 +137,10 @@ class LoopContender:
         return DecodingLoop(target, drafter, task.prompt, params, task.policy)
 
     @staticmethod
-    def _drain(loop: DecodingLoop) -> Run:
+    def _drain(loop: DecodingLoop, ahead: bool = False) -> Run:
         rounds: list[tuple[int, int]] = []
         while loop.finish_reason is None:
-            step = loop.step()
+            step = loop.step(ahead)
             if step.events and loop.finish_reason is None and loop.stats.rounds:
                 rounds.append((len(step.drafts) + 1, step.accepted))
         stats = loop.stats

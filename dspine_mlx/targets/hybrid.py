@@ -156,6 +156,12 @@ class HybridTarget(PlainTarget):
         cache.states, cache.windows = gdn_commit(cache.states, GdnFactors(z, k, g), cache.windows, inputs, count)
         mx.async_eval(cache.states, cache.windows)  # now: only this thread may, and nothing of the block outlives it
 
+    def start(self, verification: Verification, *arrays: mx.array) -> None:
+        """As of plain targets, with all that `commit` will need: it may come on another thread, which cannot compute these."""
+        traces: list[BlockTrace] = verification.factors
+        parts = [x for trace in traces for x in (trace.factors.z, trace.factors.k, trace.factors.g, trace.inputs)]
+        mx.async_eval(*arrays, verification.logits, *parts)
+
     # -- internals -----------------------------------------------------------------------------------------------
 
     def _start(self, tokens: mx.array, cache: HybridCache) -> mx.array:

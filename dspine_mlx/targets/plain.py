@@ -166,6 +166,10 @@ class PlainTarget:
         """Keep the first `m` verified tokens in every layer."""
         cache.keep(m)
 
+    def start(self, verification: Verification, *arrays: mx.array) -> None:
+        """Begin to compute a verified block, and `arrays`, in the background; see `DecodingLoop.step`."""
+        mx.async_eval(*arrays, verification.logits)
+
     # -- internals -----------------------------------------------------------------------------------------------
 
     def _forward(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array | None]:

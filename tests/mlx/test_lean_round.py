@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from dspine.common.decoding import DecodingLoop, DecodingParams, decode
 from dspine.common.protocols import DraftRequest
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.policies import StaticPolicy
+from dspine_mlx.arrays import MlxArrays
 from dspine_mlx.compiled import COMMIT_LENGTHS, Parts
 from dspine_mlx.drafter import load_drafter
 from tests.helpers.drafters import Prompted
@@ -110,6 +114,58 @@ def test_a_draft_that_was_queued_is_the_one_that_is_verified(dense, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(type(drafter), "queues_ahead", False)
             assert [event.token for event in decode(target, drafter, PROMPT, params)] == ahead
+
+
+@pytest.mark.parametrize("pair", ["dense", "hybrid"])
+def test_a_plain_round_is_begun_before_the_token_is_read(pair, monkeypatch, request):
+    """One read a token, and the next block is on its way by then, as mlx_lm has it; with and without it the same tokens."""
+    target, _ = request.getfixturevalue(pair)
+    params = DecodingParams(max_tokens=20)
+    order: list[str] = []
+    start, read = target.start, MlxArrays.to_host
+    loop = DecodingLoop(target, None, PROMPT, params, StaticPolicy())
+    want = []
+    while loop.finish_reason is None:
+        want += [event.token for event in loop.step().events]
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "start", lambda *args: order.append("s") or start(*args))
+        patch.setattr(MlxArrays, "to_host", lambda self, *arrays: order.append("r") or read(self, *arrays))
+        assert [event.token for event in decode(target, None, PROMPT, params)] == want
+    assert "".join(order) == "r" + "s" + "sr" * 18 + "r", "prompt, first block, then always the next before the read"
+
+
+@pytest.mark.parametrize("pair", ["dense", "hybrid"])
+@pytest.mark.parametrize("end", ["stop id", "closed", "other thread"])
+def test_a_round_begun_early_leaves_nothing(pair, end, request):
+    """A text that ends before its limit: the caches hold what was committed, and the next block says what a fresh one says."""
+    target, _ = request.getfixturevalue(pair)
+    text = [event.token for event in decode(target, None, PROMPT, DecodingParams(max_tokens=24))]
+    count = next(i for i in range(6, 24) if text[i] not in text[:i]) + 1
+    stop = frozenset([text[count - 1]]) if end == "stop id" else frozenset()
+    loop = DecodingLoop(target, None, PROMPT, DecodingParams(max_tokens=24, stop_ids=stop), StaticPolicy())
+    events = loop.run()
+    if end == "other thread":
+        with ThreadPoolExecutor(1) as pool:
+            got = [(pool.submit(next, events).result() if i % 2 else next(events)).token for i in range(count)]
+    else:
+        got = [event.token for event in islice(events, count)]
+    events.close()
+    assert got == text[:count] and loop.cache.pending == 0 and loop.cache.length == loop.committed == len(PROMPT) + count - 1
+    fresh = target.make_cache(64)
+    target.prefill(fresh, mx.array([[*PROMPT, *text[: count - 1]]]), chunk=64)
+    said = []
+    for cache in (loop.cache, fresh):
+        block = mx.array([[text[count - 1], 3, 4]])
+        said.append(np.array(target.finish(cache, target.begin(cache, block), 3).logits))
+    np.testing.assert_allclose(*said, atol=1e-4)
+
+
+def test_rounds_that_the_host_shapes_are_not_begun_early(dense, monkeypatch):
+    target, _ = dense
+    monkeypatch.setattr(target, "start", lambda *args: pytest.fail("begun early"))
+    for sampling in (SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=1.2)):
+        params = DecodingParams(max_tokens=6, sampling=sampling)
+        assert len([*decode(target, None, PROMPT, params)]) == 6
 
 
 def test_compiled_parts_are_traced_once(dense, monkeypatch):
