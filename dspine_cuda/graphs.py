@@ -50,6 +50,21 @@ def staged(round_: StaticRound) -> bool:
     return split and round_.rules.corrected
 
 
+def capture(function: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
+    """Warm up and capture. Every slot of the arena must be idle; inference mode and the device are the caller's."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            function()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        function()
+    return graph
+
+
 class EagerRunner:
     """The static steps one after another, lengths read by the host."""
 
@@ -166,20 +181,10 @@ class GraphRunner:
         self._switches[POLICY] = parent.finish()
 
     def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Warm up and capture; all graphs share one pool, because they run one behind another."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                function()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        """All graphs share one pool, because they run one behind another."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            function()
-        return graph
+        return capture(function, self.device, self._pool)
 
     # -- steady state ------------------------------------------------------------------------------------------------------
 

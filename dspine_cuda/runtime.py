@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from dspine.common.bench.contenders import Contender
 from dspine.common.errors import BackendError
 from dspine.common.memory import DeviceMemory
 from dspine.common.parity.backends import ParityBackend
@@ -67,6 +68,18 @@ class TorchRuntime:
         from dspine_cuda.static.loop import graph_rounds
 
         return graph_rounds(target, drafter, mode)
+
+    def bench_contenders(self, target: Target, drafter: Drafter | None) -> list[Contender]:
+        """Graphs beside the loop, for `dspine bench`; none where the pair cannot have them."""
+        from dspine_cuda.bench import contenders
+
+        return list(contenders(target, drafter))
+
+    def bench_refusal(self, target: Target, drafter: Drafter | None) -> str | None:
+        """Why `bench_contenders` adds nothing; None where it adds something."""
+        from dspine_cuda.bench import refusal
+
+        return refusal(target, drafter)
 
     def accelerator(self, device: str) -> str:
         """Product name of a CUDA device; empty for the CPU."""

@@ -133,11 +133,18 @@ def setup(subject: Subject, prompts: Sequence[Sequence[int]], settings: BenchSet
         "dtype": info.dtype,
         "adapter": info.adapter,
         "timer": clock,
+        "graphs": graphs_refused(subject),
         "context": [len(prompt) for prompt in prompts],
         "tokens": settings.tokens,
         "repetitions": settings.repetitions,
         "seed": settings.seed,
     }
+
+
+def graphs_refused(subject: Subject) -> str | None:
+    """Why the runtime times no rounds as graphs; None where it does, or has none for any pair."""
+    refusal = getattr(subject.runtime, "bench_refusal", None)
+    return None if refusal is None else refusal(subject.engine.target, subject.engine.drafter)
 
 
 def end_to_end(

@@ -288,6 +288,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         "bandwidth": f"{report['bandwidth']['bytes_per_second'] / 1e9:.1f} GB/s read (measured here)",
         "commit": report["commit"],
     }
+    if facts["graphs"] is not None:
+        lines["graphs"] = f"not timed: {facts['graphs']}"
     for label, text in lines.items():
         console.print(f"[dim]{label:<11}[/dim] {escape(text)}")
     for row in report["contenders"]:

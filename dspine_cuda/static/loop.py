@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -61,10 +61,12 @@ def _closed(runner: Runner) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a request runs: `mode` of its drafted rounds, `rules` of its graphs."""
+    """How a request runs: `mode` of its drafted rounds, `rules` of its graphs. sequence: modes of the rounds one after another,
+    and around again, instead (`dspine bench` replays lengths)."""
 
     mode: Mode
     rules: RoundRules
+    sequence: tuple[Mode, ...] = ()
 
 
 class GraphDecoder:
@@ -108,14 +110,22 @@ class GraphDecoder:
         self.arena = None
         gc.collect()  # rounds, runners and captured closures form cycles that hold device memory
 
+    def make_round(self, rules: RoundRules) -> StaticRound:
+        """A round of these rules on the current arena."""
+        assert self.arena is not None
+        return StaticRound(self.target, self.drafter, self.arena, rules)
+
+    def runner_key(self, plan: Plan) -> tuple[Any, ...]:
+        """What graphs depend on besides the arena."""
+        return plan.rules.rule, plan.rules.sampling, plan.rules.corrected, id(plan.rules.tables)
+
     def runner(self, plan: Plan) -> Runner:
         """The runner of these rules on the current arena."""
-        key = (plan.rules.rule, plan.rules.sampling, plan.rules.corrected, id(plan.rules.tables))
+        key = self.runner_key(plan)
         if key not in self._runners:
-            assert self.arena is not None
             while len(self._runners) >= KEPT_RUNNERS:
                 _closed(self._runners.pop(next(iter(self._runners))))
-            self._runners[key] = self._make_runner(StaticRound(self.target, self.drafter, self.arena, plan.rules))
+            self._runners[key] = self._make_runner(self.make_round(plan.rules))
             self.reason = self._runners[key].reason
         return self._runners[key]
 
@@ -165,6 +175,51 @@ class GraphDecoder:
         made = StaticLoop(self, drafter, prompt, params, policy, plan)
         return made, self.reason
 
+    # -- timings for a calibration --------------------------------------------------------------------------------------
+
+    def time_rounds(
+        self, prompt: Sequence[int], params: DecodingParams, lengths: Iterator[int]
+    ) -> Iterator[tuple[int, float]]:
+        """`protocols.Rounds.time_rounds`: one round in flight at a time, from its launch to its report."""
+        plan = self.plan(params, StaticPolicy(), self.drafter)
+        if isinstance(plan, str):
+            raise DSpineError(f"graphs: rounds of this request cannot be timed: {plan}")
+        self.prepare(min(self.limit, len(prompt) + params.max_tokens))
+        runner = self.runner(plan)
+        for w in range(1, self.drafter.config.block_size + 1):  # type: ignore[union-attr]
+            runner.prepare(w)
+        loop, reason = self.loop(self.drafter, prompt, params, StaticPolicy())
+        if loop is None:
+            raise DSpineError(f"graphs: rounds of this request cannot be timed: {reason}")
+        return timed_rounds(loop, lengths)  # type: ignore[arg-type]
+
+    def time_stage_zero(self, u: int, repetitions: int) -> list[float]:
+        """`protocols.Rounds.time_stage_zero`, on idle slots: Stage 0 reads weights and cache rows as a live one does."""
+        if not getattr(self.target, "stops_at_router", False):
+            return []
+        return self._time(lambda round_: round_.begin(u), repetitions)
+
+    def time_expert(self, repetitions: int) -> float:
+        """`protocols.Rounds.time_expert`: a block whose tokens share their experts against one of distinct experts, all
+        layers one behind another."""
+        from dspine_cuda.static.timing import expert_blocks
+
+        blocks = expert_blocks(self.target, self.drafter.config.block_size if self.drafter is not None else MAX_ROWS)
+        if blocks is None:
+            return 0.0
+        few, many = (sorted(self._time(lambda _, run=run: run(), repetitions)) for run in (blocks.few, blocks.many))
+        return max(0.0, many[len(many) // 2] - few[len(few) // 2]) / blocks.more
+
+    def _time(self, function: Callable[[StaticRound], None], repetitions: int) -> list[float]:
+        """Seconds of `function`, as a graph where graphs run; the arena's slots are idle."""
+        self.prepare(SMALLEST_ARENA if self.arena is None else self.arena.shape.tokens)
+        assert self.arena is not None
+        if self.busy:
+            raise DSpineError("graphs: another request that has not ended holds the arena")
+        self.arena.rewind()
+        runner = self.runner(Plan(1, RoundRules()))
+        return runner.seconds(lambda: function(runner.round), repetitions)
+
     @property
     def busy(self) -> bool:
         """Whether a loop that has not ended holds the arena."""
@@ -179,7 +234,7 @@ class GraphDecoder:
         for each in self._runners.values():
             each.drop()
         self.arena.rewind()
-        for mode in {plan.mode, PLAIN}:  # break-even may switch drafting off
+        for mode in {plan.mode, PLAIN, *plan.sequence}:  # break-even may switch drafting off
             runner.prepare(mode)
         self.arena.rewind()  # warm-up wrote nothing live; the states' zeros are made sure of
         self._holder = weakref.ref(holder)
@@ -195,8 +250,9 @@ class StaticLoop(DecodingLoop):
         plan: Plan,
     ) -> None:  # fmt: skip
         self._decoder, self._plan, self._started = decoder, plan, False
+        self.mode, self.depth = plan.mode, 0  # of drafted rounds; rounds in flight, 0: as many as the runner takes
         super().__init__(decoder.target, drafter, prompt, params, policy)
-        self._in_flight = 0
+        self._in_flight = self._launched = 0
 
     def _make_caches(self, capacity: int) -> tuple[Any, Any]:
         """Those of the arena. `capacity` counts a block behind the last token; the arena adds its own."""
@@ -213,14 +269,21 @@ class StaticLoop(DecodingLoop):
         self.arena.start([self.cache.length], [self.anchor], [budget], self.params.stop_ids, table)
         self._started = True
 
+    def _next_mode(self) -> Mode:
+        """Of the round that is launched next."""
+        if self.drafter is None:
+            return PLAIN
+        sequence = self._plan.sequence
+        self._launched += 1
+        return sequence[(self._launched - 1) % len(sequence)] if sequence else self._plan.mode
+
     def _round(self) -> Round:
         """Start rounds as far ahead as the runner allows, and settle the oldest."""
         started = perf_counter()
         if not self._started:
             self._begin()
-        mode = self._plan.mode if self.drafter is not None else PLAIN
         while self._in_flight < self._runner.depth:
-            self._runner.launch(mode)
+            self._runner.launch(self._next_mode())
             self._in_flight += 1
         report = read_report(self._runner.wait()[0])
         self._in_flight -= 1
@@ -239,6 +302,19 @@ class StaticLoop(DecodingLoop):
             self.draft_cache = None
         self.stats.verify_seconds += perf_counter() - started
         return result
+
+
+def timed_rounds(loop: StaticLoop, lengths: Iterator[int]) -> Iterator[tuple[int, float]]:
+    """(w, seconds) of a loop's drafted rounds, w from `lengths`; rounds that the budget or the end cut are left out."""
+    loop.depth = 1
+    step = loop.step()  # prefill and the first token
+    while loop.finish_reason is None and loop.drafter is not None:
+        w = loop.mode = next(lengths)
+        left = loop.room - loop.stats.generated_tokens
+        before = loop.stats.verify_seconds
+        step = loop.step()
+        if step and loop.finish_reason is None and left >= w:
+            yield w, loop.stats.verify_seconds - before
 
 
 def graph_rounds(target: Any, drafter: Any | None, mode: str) -> tuple[GraphDecoder | None, str]:

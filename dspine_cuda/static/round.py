@@ -66,7 +66,8 @@ class StaticRound:
         self.drafter = StaticDrafter(drafter, arena) if drafter is not None else None
         self._stage: StaticStage | None = None  # room between a graph of `begin` and one of `finish`
         self._drawn: tuple[Tensor | None, Tensor] | None = None  # (candidates, q) of drawn drafts
-        self.output: StaticOutput | None = None  # of the newest `verify`, for tests
+        self.output: StaticOutput | None = None  # of the newest target step
+        self._accepted: tuple[Verdict, Tensor, Tensor, Tensor] | None = None  # verdict, m, emitted, live; for `commit`
 
     # -- the parts ---------------------------------------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class StaticRound:
         proposal = self.drafter.propose(request)  # type: ignore[union-attr]
         tokens = torch.where(proposal.finite[:, None], proposal.tokens, 0)
         arena.block[:, 0].copy_(arena.anchor)
-        arena.block[:, 1:].copy_(tokens)
+        arena.block[:, 1 : 1 + tokens.shape[1]].copy_(tokens)  # a longer arena (`dspine bench`): what stands behind stays
         arena.finite.copy_(proposal.finite)
         if drawn:
             self._drawn = proposal.candidates, proposal.q  # type: ignore[assignment]
@@ -119,15 +120,27 @@ class StaticRound:
         found = correct_length(stage.picks, arena.nominal, arena.survival, limit, self.rules.tables)
         arena.chosen.copy_(found)
 
-    def finish(self, w: int) -> None:
-        """Stage 1 of the first w tokens after `begin`, acceptance and commit."""
+    def resume(self, w: int) -> None:
+        """Stage 1 of the first w tokens after `begin`."""
         stage = self._stage if self._stage is not None else self.arena.block
-        self._settle(self.target.finish(stage, w, self.live(w)), w)
+        self.output = self.target.finish(stage, w, self.live(w))
+
+    def forward(self, w: int) -> None:
+        """Both stages of w tokens, nothing kept between them."""
+        live = self.live(w)
+        self.output = self.target.finish(self.target.begin(self.arena.block[:, :w], live), w, live)
+
+    def finish(self, w: int) -> None:
+        """`resume`, acceptance and commit."""
+        self.resume(w)
+        self.accept(w)
+        self.commit(w)
 
     def verify(self, w: int, drafting: bool = True) -> None:
-        """`begin` and `finish` of one known length, nothing kept between them. drafting: the drafter's context goes on too."""
-        live = self.live(w)
-        self._settle(self.target.finish(self.target.begin(self.arena.block[:, :w], live), w, live), w, drafting)
+        """`forward`, acceptance and commit. drafting: the drafter's context goes on too."""
+        self.forward(w)
+        self.accept(w)
+        self.commit(w, drafting)
 
     # -- whole rounds of a known length ------------------------------------------------------------------------------------
 
@@ -147,15 +160,21 @@ class StaticRound:
 
     # -- acceptance and commit ---------------------------------------------------------------------------------------------
 
-    def _settle(self, output: StaticOutput, w: int, drafting: bool = True) -> None:
-        self.output = output
+    def accept(self, w: int) -> None:
+        """The verdict about the newest output of w tokens, and what is emitted."""
+        assert self.output is not None
         live = self.live(w)
         draft = self.arena.block[:, 1:w]
         limit = (live - 1).clamp(min=0) * self.arena.finite.to(torch.int32)
-        verdict = self._judge(output.logits, draft, limit)
-        m, emitted = self._emit(verdict, draft, live, w)
-        if drafting and self.drafter is not None and output.features is not None:
-            self.drafter.commit(output.features, m)
+        verdict = self._judge(self.output.logits, draft, limit)
+        self._accepted = verdict, *self._emit(verdict, draft, live, w), live
+
+    def commit(self, w: int, drafting: bool = True) -> None:
+        """Caches, lengths and the report go on by what was accepted."""
+        assert self.output is not None and self._accepted is not None
+        verdict, m, emitted, live = self._accepted
+        if drafting and self.drafter is not None and self.output.features is not None:
+            self.drafter.commit(self.output.features, m)
         self.target.commit(m)
         self._advance(verdict, m, emitted, live, w)
 
