@@ -22,6 +22,7 @@ def report(results: Results, heat: str) -> dict[str, Any]:
     content: dict[str, Any] = {"top_k": {}, "rank": {}, "sentences": []}
     base = block_of(results, "full", heat)
     for top_k in sorted(TOP_K):
+        block_of(results, "full", heat, TOP_K[top_k])  # named where it is missing
         score = results["full"]["scores"][TOP_K[top_k]]
         content["top_k"][str(top_k)] = _entry(score, heat, base)
     for rank, name in RANKS.items():

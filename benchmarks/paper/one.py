@@ -1,6 +1,7 @@
 """Train and score one variant (a child process of the runner), or make the target's answers (`--variant texts`).
 
-Exit code 3: out of time, to be continued. Results: OUT/<variant>/result.json.
+Exit code 3: out of time, to be continued. Results: OUT/<variant>/result.json; on the way train.json (training is over) and
+scores.json (the scores so far), so that a cut run repeats neither.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dspine_cuda.training.files import write_json
 
 UNFINISHED = 3
 DRAFT_CONTEXT, DRAFT_ROUNDS = 512, 50
+BEGUN = perf_counter()
 
 
 def train_settings(variant: Variant, options: Options, minutes: float | None) -> Any:
@@ -38,13 +40,19 @@ def train_settings(variant: Variant, options: Options, minutes: float | None) ->
 
 
 def train_variant(variant: Variant, options: Options, minutes: float | None) -> dict[str, Any] | None:
-    """The trainer's summary, or None where time ran out before the last step."""
+    """The trainer's summary, or None where time ran out before the last step. A training that is over is not begun again."""
     from dspine_cuda.training.loop import train
 
-    settings = train_settings(variant, options, minutes)
     folder = options.out / variant.name
+    path = folder / "train.json"
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    settings = train_settings(variant, options, minutes)
     summary = train(settings, resume=any((folder / "checkpoints").glob("step-*.pt")))
-    return summary if summary["steps"] == settings.schedule.max_steps else None
+    if summary["steps"] < summary["max_steps"]:
+        return None
+    write_json(path, summary)
+    return summary
 
 
 def load_pair(variant: Variant, options: Options, model: str) -> tuple[Any, Any]:
@@ -82,11 +90,10 @@ def texts_at(options: Options, target: Any, model: str, heat: float) -> list[Any
     return texts_of(eval_settings(options, model), target, load_tokenizer(resolve_model(model)), sets, heat)
 
 
-def with_top_k(drafter: Any, top_k: int | None) -> Any:
+def with_top_k(drafter: Any, top_k: int) -> Any:
     """The drafter reading another number of candidates."""
-    if top_k is not None:
-        dspine = dataclasses.replace(drafter.config.dspine, top_k=top_k)
-        drafter.config = dataclasses.replace(drafter.config, dspine=dspine)
+    dspine = dataclasses.replace(drafter.config.dspine, top_k=top_k)
+    drafter.config = dataclasses.replace(drafter.config, dspine=dspine)
     return drafter
 
 
@@ -111,15 +118,24 @@ def draft_milliseconds(drafter: Any, batch: int = 1) -> float:
     return statistics.median(times[DRAFT_ROUNDS // 5 :])
 
 
-def score_variant(variant: Variant, options: Options, model: str) -> dict[str, Any]:
-    """Acceptance of every score at every temperature, and what a draft costs."""
+def score_variant(variant: Variant, options: Options, model: str, minutes: float | None) -> dict[str, Any] | None:
+    """Acceptance of every wanted score at every temperature, and what a draft costs; None where time ran out."""
     from dspine_cuda.training.eval_sets import score_texts
 
+    path = options.out / variant.name / "scores.json"
+    scores: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    missing = [score for score in variant.wanted(options.few_scores) if score.name not in scores]
+    if not missing:
+        return scores
     drafter, target = load_pair(variant, options, model)
-    scores: dict[str, Any] = {}
-    for score in variant.scores:
-        reader = with_top_k(drafter, score.top_k)
+    trained = drafter.config
+    for score in missing:
+        if minutes is not None and perf_counter() - BEGUN > 60 * minutes:
+            return None
+        drafter.config = trained
+        reader = drafter if score.top_k is None else with_top_k(drafter, score.top_k)
         scores[score.name] = _score(reader, target, score, options, model, score_texts)
+        write_json(path, scores)
     return scores
 
 
@@ -141,21 +157,25 @@ def _score(drafter: Any, target: Any, score: Score, options: Options, model: str
 
 
 def run_variant(variant: Variant, options: Options, minutes: float | None) -> int:
-    """Train (or go on), score, write the result, drop the checkpoints."""
+    """Train (or go on), score, write the result, drop the checkpoints. minutes: of this process, imports included."""
     folder = options.out / variant.name
-    started = perf_counter()
-    summary = train_variant(variant, options, minutes)
+    left = None if minutes is None else max(0.01, minutes - (perf_counter() - BEGUN) / 60)
+    summary = train_variant(variant, options, left)
     if summary is None:
         return UNFINISHED
     settings = train_settings(variant, options, None)
+    scores = score_variant(variant, options, settings.model.target, minutes)
+    if scores is None:
+        return UNFINISHED
+    config = settings.model_dump(mode="json", exclude={"run"})
+    config["schedule"]["max_steps"] = summary["max_steps"]
     result = {
-        "variant": variant.name, "note": variant.note, "config": settings.model_dump(mode="json", exclude={"run"}),
+        "variant": variant.name, "note": variant.note, "config": config,
         "train": {k: v for k, v in summary.items() if k != "drafter"}, "seed": options.seed,
-        "scores": score_variant(variant, options, settings.model.target), "seconds_here": perf_counter() - started,
-        "provenance": provenance(),
+        "scores": scores, "seconds_here": perf_counter() - BEGUN, "provenance": provenance(),
     }  # fmt: skip
     write_json(folder / "result.json", result)
-    shutil.rmtree(folder / "checkpoints")
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return 0
 
 
@@ -192,9 +212,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """A finished variant's result."""
+    """A scored variant's result."""
     path = folder / "result.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def is_finished(name: str, options: Options) -> bool:
+    """Whether the variant's result holds every wanted score."""
+    result = read_result(options.out / name)
+    return result is not None and all(s.name in result["scores"] for s in VARIANTS[name].wanted(options.few_scores))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ class Options:
     device: str
     dtype: str
     report_only: bool
+    gpus: int = 1
+    few_scores: bool = False
 
     @property
     def results(self) -> Path:
@@ -42,6 +44,7 @@ class Options:
             arguments += ["--prompts", str(path)]
         for heat in self.temperatures:
             arguments += ["--temperature", str(heat)]
+        arguments += ["--few-scores"] if self.few_scores else []
         return [*arguments, *(f"--set={text}" for text in self.overrides)]
 
 
@@ -56,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, action="append", default=None)
     parser.add_argument("--jobs", type=int, default=1, help="variants trained at the same time")
+    parser.add_argument("--gpus", type=int, default=1, help="CUDA devices that the jobs take in turn")
+    parser.add_argument(
+        "--few-scores",
+        action="store_true",
+        help="no sweeps (f and h need them; a later call adds them)",
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="stop (to be continued) after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
@@ -69,4 +78,5 @@ def options_of(args: argparse.Namespace) -> Options:
         out=args.out, data=args.data, prompts=tuple(args.prompts), config=args.config, overrides=tuple(args.set),
         count=args.count, max_tokens=args.max_tokens, temperatures=tuple(args.temperature or (0.0, 1.0)), jobs=args.jobs,
         minutes=args.minutes, seed=args.seed, device=args.device, dtype=args.dtype, report_only=args.report_only,
+        gpus=args.gpus, few_scores=args.few_scores,
     )  # fmt: skip

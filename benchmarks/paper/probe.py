@@ -18,7 +18,7 @@ from benchmarks.paper.one import load_pair, texts_at, train_settings
 from benchmarks.paper.options import Options
 from benchmarks.paper.variants import VARIANTS
 from dspine_cuda.training.batches import make_batch
-from dspine_cuda.training.data import Conversation, load_conversations, pack_rows
+from dspine_cuda.training.data import Conversation, load_split, pack_rows
 from dspine_cuda.training.forward import MaskBuilder, block_states, pick_attention
 from dspine_cuda.training.masks import document_mask
 
@@ -122,7 +122,7 @@ def probe_variant(name: str, options: Options, epochs: int = EPOCHS) -> dict[str
     """Accuracy by layer and position group of one trained variant."""
     settings = train_settings(VARIANTS[name], options, None)
     drafter, target = load_pair(VARIANTS[name], options, settings.model.target)
-    held = load_conversations(settings.data.path)[-max(settings.data.holdout, 1) :]
+    _, held = load_split(settings.data.paths, max(settings.data.holdout, 1))
     greedy = [c for c in held if c.greedy] or held
     cut = len(greedy) * FIT // (FIT + SELECT) if len(greedy) < FIT + SELECT else FIT
     fit = collect_states(drafter, target, greedy[:cut], options.seed)

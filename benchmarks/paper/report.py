@@ -35,7 +35,10 @@ class Experiment:
 def block_of(results: Results, variant: str, heat: str, score: str | None = None) -> dict[str, Any]:
     """Summary of a variant's score (its own by default) at one temperature."""
     scores = results[variant]["scores"]
-    return scores[score or next(iter(scores))]["temperatures"][heat]
+    name = score or next(iter(scores))
+    if name not in scores or heat not in scores[name]["temperatures"]:
+        raise DSpineError(f"{variant}: not scored as {name} at temperature {heat} (a call without --few-scores adds it)")
+    return scores[name]["temperatures"][heat]
 
 
 def counts_of(block: dict[str, Any]) -> list[np.ndarray]:

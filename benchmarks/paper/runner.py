@@ -6,6 +6,7 @@ there is not run again. Out of time, a child stores a checkpoint and goes on fro
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.one import UNFINISHED, read_result
+from benchmarks.paper.one import UNFINISHED, is_finished, read_result
 from benchmarks.paper.options import ROOT, Options
 from dspine.common.errors import DSpineError
 from dspine_cuda.training.files import write_json
@@ -25,7 +26,7 @@ LEAST_MINUTES = 0.3  # a variant is not begun with less left: it would only comp
 def run_variants(names: Sequence[str], options: Options) -> dict[str, Any]:
     """Results by name, of those that are finished; also written to OUT/results.json (with all earlier ones)."""
     options.out.mkdir(parents=True, exist_ok=True)
-    todo = [name for name in names if read_result(options.out / name) is None]
+    todo = [name for name in names if not is_finished(name, options)]
     if todo and not options.report_only:
         if options.data is None or not options.prompts:
             raise DSpineError(f"--data and --prompts are needed to train {', '.join(todo)} (or --report-only)")
@@ -38,6 +39,7 @@ def _run(names: list[str], options: Options) -> None:
     """The answers first, alone; then variants in order, `jobs` at a time. A failed child is named at the end."""
     deadline = time.monotonic() + 60 * options.minutes
     waiting, running, failed = list(names), {}, []  # type: ignore[var-annotated]
+    free = list(range(max(1, options.jobs)))
     try:
         while waiting or running:
             slots = 1 if "texts" in waiting or "texts" in running else options.jobs
@@ -47,13 +49,14 @@ def _run(names: list[str], options: Options) -> None:
                     print(f"out of time: {', '.join(waiting)} not begun", file=sys.stderr, flush=True)
                     waiting = []
                     break
-                name = waiting.pop(0)
-                running[name] = _start(name, options, left)
-            for name, process in list(running.items()):
+                name, slot = waiting.pop(0), free.pop(0)
+                running[name] = (slot, _start(name, options, left, slot % options.gpus))
+            for name, (slot, process) in list(running.items()):
                 code = process.poll()
                 if code is None:
                     continue
                 del running[name]
+                free.append(slot)
                 state = {0: "done", UNFINISHED: "out of time, to be continued"}.get(code, f"failed with code {code}")
                 print(f"{name}: {state}", file=sys.stderr, flush=True)
                 if code not in (0, UNFINISHED):
@@ -61,7 +64,7 @@ def _run(names: list[str], options: Options) -> None:
                     waiting = [] if name == "texts" else waiting
             time.sleep(POLL_SECONDS)
     finally:
-        for process in running.values():
+        for _, process in running.values():
             process.terminate()
     if failed:
         logs = ", ".join(str(options.out / f"{name}.log") for name in failed)
@@ -76,11 +79,12 @@ def command_of(name: str, options: Options, minutes: float) -> list[str]:
     return command
 
 
-def _start(name: str, options: Options, minutes: float) -> subprocess.Popen[bytes]:
+def _start(name: str, options: Options, minutes: float, gpu: int) -> subprocess.Popen[bytes]:
     print(f"{name}: begun", file=sys.stderr, flush=True)
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if options.gpus > 1 else {})
     log = (options.out / f"{name}.log").open("ab")
     with log:
-        return subprocess.Popen(command_of(name, options, minutes), cwd=ROOT, stdout=log, stderr=log)
+        return subprocess.Popen(command_of(name, options, minutes), cwd=ROOT, stdout=log, stderr=log, env=environment)
 
 
 def collect(options: Options) -> dict[str, Any]:

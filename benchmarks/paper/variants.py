@@ -17,6 +17,11 @@ class Score:
     top_k: int | None = None
     draft_heat: float | None = None
 
+    @property
+    def swept(self) -> bool:
+        """Not how the drafter was trained to draft."""
+        return self.top_k is not None or self.draft_heat is not None
+
 
 WALK, ALONE = Score(), Score("independent", independent=True)
 
@@ -30,6 +35,10 @@ class Variant:
     scores: tuple[Score, ...] = (WALK,)
     note: str = ""
     base: dict[str, str] = field(default_factory=dict)
+
+    def wanted(self, few: bool) -> tuple[Score, ...]:
+        """The scores to make; few: without the swept ones."""
+        return tuple(score for score in self.scores if not (few and score.swept))
 
 
 def _blocks(block: int) -> Variant:

@@ -53,6 +53,11 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     return write_whole(path, write)
 
 
+def json_lines(text: str) -> list[str]:
+    """Lines of a JSONL file. `str.splitlines` would also cut at U+2028 and its like, which may stand inside a JSON string."""
+    return text.split("\n")
+
+
 def write_shard(path: Path, rows: Sequence[tuple[np.ndarray, int, bool]], vocab_size: int) -> Path:
     """rows: (tokens int [n], tokens before the answer, the answer is greedy) -> one npz shard (see `data.py`)."""
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32

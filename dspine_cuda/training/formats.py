@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dspine.common.errors import DSpineError
+from dspine_cuda.training.files import json_lines
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 SHAPES = "conversations (or messages): [{'role', 'content'}, ...], text, or input_ids with loss_mask"
@@ -22,7 +23,7 @@ SHAPES = "conversations (or messages): [{'role', 'content'}, ...], text, or inpu
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row) of every line of a JSONL file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = json_lines(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DSpineError(f"cannot read {path}: {error}") from error
     for number, line in enumerate(lines, 1):

@@ -14,6 +14,7 @@ import numpy as np
 
 from dspine.common.errors import DSpineError
 from dspine.common.tokenizer import Tokenizer, encode_prompt
+from dspine_cuda.training.files import json_lines
 
 SHAPES = "a string, or an object with messages, conversations, turns, prompt, question or instruction"
 _MARK = "\u241eUSER TURN\u241e"  # no template writes this
@@ -65,7 +66,7 @@ def _rows(path: Path, text: str) -> Iterable[tuple[int, Any]]:
             raise DSpineError(f"{path}: not valid JSON ({error})") from error
         yield from enumerate(content if isinstance(content, list) else [content], 1)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(json_lines(text) if path.suffix == ".jsonl" else text.splitlines(), 1):
         if not line.strip():
             continue
         if path.suffix != ".jsonl":

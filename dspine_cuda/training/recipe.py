@@ -20,7 +20,7 @@ from dspine.common.models import resolve_model
 from dspine.common.tokenizer import encode_prompt, load_tokenizer
 from dspine_cuda.training.cached_generator import CachedGenerator, generator_for
 from dspine_cuda.training.data import load_conversations
-from dspine_cuda.training.files import write_json, write_jsonl, write_shard
+from dspine_cuda.training.files import json_lines, write_json, write_jsonl, write_shard
 from dspine_cuda.training.generator import Answer, BatchGenerator, Job
 from dspine_cuda.training.progress import Advance, progress_bar
 from dspine_cuda.training.prompts import Distinct, Prompt, read_prompts, usable_prompt, user_turn
@@ -163,7 +163,7 @@ class Recipe:
             generator = self._generator(len(turn.opening) + room, self.tokenizer.stop_ids | turn.ends)
             answers = sorted(generator.run(jobs), key=lambda a: a.job.number)
             write_jsonl(path, [self.tokenizer.decode(a.tokens[:-1].tolist()).strip() for a in answers if a.reason == "stop"])
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in json_lines(path.read_text(encoding="utf-8")) if line]
 
     def _encode(self, prompts: list[str]) -> tuple[list[np.ndarray], int]:
         """Token ids as `dspine generate` would make them; prompts over the limit are counted, not cut."""

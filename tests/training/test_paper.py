@@ -68,7 +68,7 @@ def test_variants_are_trained_scored_and_probed(place: Path, monkeypatch) -> Non
 
     class Here:
         def __init__(self, *arguments: Any) -> None:
-            self.code = one.main(runner.command_of(*arguments)[3:])
+            self.code = one.main(runner.command_of(*arguments[:3])[3:])
 
         def poll(self) -> int:
             return self.code
@@ -89,20 +89,49 @@ def test_variants_are_trained_scored_and_probed(place: Path, monkeypatch) -> Non
     assert len(content["sentences"]) == 3
 
 
-def test_children_that_fail_or_run_out_of_time(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    started = []
+def test_a_cut_child_goes_on_where_it_was(place: Path, monkeypatch) -> None:
+    """Out of time in training, then in scoring; what is finished is not made again, and more scores are added later."""
+    options = options_for(place / "cut", *flags(place), "--few-scores")
+    variant, folder = VARIANTS["full"], place / "cut/full"
+    cut = options_for(place / "cut", *flags(place), "--few-scores", "--set", "run.stop_after=2")
+    assert one.run_variant(variant, cut, None) == one.UNFINISHED and not (folder / "train.json").is_file()
+    one.run_variant(variant, options, None)
+    assert one.is_finished("full", options) and not (folder / "checkpoints").exists()
+    few = one.read_result(folder)
+    assert few is not None and list(few["scores"]) == ["walk", "independent"] and few["config"]["schedule"]["max_steps"] == 4
+    whole = options_for(place / "cut", *flags(place))
+    assert not one.is_finished("full", whole)
+    monkeypatch.setattr("dspine_cuda.training.loop.Trainer", None)  # nothing is trained again
+    monkeypatch.setattr(one, "BEGUN", -1e9)
+    assert one.run_variant(variant, whole, 1.0) == one.UNFINISHED
+    asked = []
 
-    def start(name: str, options: Options, minutes: float) -> subprocess.Popen:
+    def score_of(drafter: Any, target: Any, score: Any, *rest: Any) -> None:
+        asked.append((score.name, drafter.config.dspine.top_k))
+
+    monkeypatch.setattr(one, "_score", score_of)
+    assert one.run_variant(variant, whole, None) == 0 and one.is_finished("full", whole)
+    assert len(asked) == len(variant.scores) - 2 and dict(asked)["top_24"] == 24 and dict(asked)["heat_0.8"] == 4
+    with pytest.raises(DSpineError, match="full: not scored as heat_0.6 at temperature 1"):
+        build(everything.EXPERIMENTS["h"], {"full": made_up(1.0, ["walk"])}, ["0", "1"])
+
+
+def test_children_that_fail_or_run_out_of_time(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    started, gpus = [], []
+
+    def start(name: str, options: Options, minutes: float, gpu: int) -> subprocess.Popen:
         started.append(name)
+        gpus.append(gpu)
         code = {"texts": 0, "dflash": one.UNFINISHED, "full": 2}.get(name, 0)
         return subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({code})"])
 
     monkeypatch.setattr(runner, "_start", start)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.05)
-    options = options_for(tmp_path / "out", *flags(place), "--jobs", "2")
+    options = options_for(tmp_path / "out", *flags(place), "--jobs", "2", "--gpus", "2")
     with pytest.raises(DSpineError, match="failed: full; see .*full.log"):
         run_variants(["dflash", "full", "align_none"], options)
     assert started == ["texts", "dflash", "full", "align_none"]
+    assert gpus[0] == 0 and sorted(gpus[1:3]) == [0, 1]  # two at a time, each on its own
     err = capsys.readouterr().err
     assert "dflash: out of time, to be continued" in err and "full: failed with code 2" in err and "align_none: done" in err
     late = options_for(tmp_path / "late", *flags(place), "--minutes", "0.1")

@@ -13,6 +13,7 @@ from dspine.common.errors import DSpineError
 from dspine_cuda.training import files
 from dspine_cuda.training.cli import main
 from dspine_cuda.training.data import load_conversations
+from dspine_cuda.training.formats import read_rows
 from dspine_cuda.training.prompts import Distinct, read_prompts, user_turn
 from dspine_cuda.training.recipe import Recipe, RecipeSettings
 from tests.training.toys import VOCAB, write_target, write_tokenizer
@@ -148,6 +149,17 @@ def test_prompt_shapes_and_copies(tmp_path: Path) -> None:
     assert distinct.add(long) and not distinct.add(long.upper() + " !")
     assert not distinct.add("please " + long) and distinct.add(" ".join(f"b{i}" for i in range(20)))
     assert not distinct.add("Answer this: " + " ".join(f"e{i}" for i in range(3, 17))) and not distinct.add("what is IT")
+
+
+def test_line_separators_inside_a_string_end_no_row(tmp_path: Path) -> None:
+    """U+2028, U+0085 and form feeds may stand in a JSON string as they are; only a newline ends a row."""
+    text = "one\u2028two\u0085three\x1cfour"
+    rows = [{"prompt": text}, {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "w7"}]}]
+    path = files.write_jsonl(tmp_path / "odd.jsonl", rows)
+    assert [p.turns for p in read_prompts(path)] == [(text,), (text,)]
+    assert [row for _, row in read_rows(path)] == rows
+    (tmp_path / "odd.jsonl").write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert len(read_prompts(path)) == 2
 
 
 def test_the_command(model: Path, tmp_path: Path, capsys) -> None:
