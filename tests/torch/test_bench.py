@@ -63,9 +63,9 @@ def test_runs_are_those_of_the_loop(pair):
 
 def test_replayed_acceptance_and_lengths(pair):
     """Counts from the table, around again and from the start in every run; lengths of a trace."""
-    counts = (3, 0, 5)
+    counts = (3, 0, 5, 1)
     static, run = same(pair, Task(PROMPT, 20, True, counts))
-    assert run.rounds[:4] == [(WIDTH, 3), (WIDTH, 0), (WIDTH, 5), (WIDTH, 3)]
+    assert run.rounds[:4] == [(WIDTH, 3), (WIDTH, 0), (WIDTH, 5), (WIDTH, 1)]
     assert static.run(Task(PROMPT, 20, True, counts)).rounds == run.rounds
     trace = Trace(WIDTH, ((3, 2), (2, 1), (WIDTH, 6), (1, 0)))
     replay = tuple(accepted for _, accepted in trace.rounds)

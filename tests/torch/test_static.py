@@ -135,12 +135,28 @@ def test_greedy_text_is_the_eager_one(pairs, family, w):
     round_ = started(target, drafter if w > 1 else None, text, rows=WIDTH if w > 1 else 1)
     got, _ = rounds(round_, (lambda: round_.drafted(w)) if w > 1 else round_.plain)
     assert got == want[1:]
-    before = [x.clone() for x in (round_.arena.lengths, round_.arena.anchor, round_.arena.kv.store[..., : PAST + ROOM, :])]
+    before = [x.clone() for x in (round_.arena.lengths, round_.arena.anchor, round_.arena.kv.store[..., :-1, :])]
     for _ in range(2):
         (round_.plain if w == 1 else lambda: round_.drafted(w))()
         assert read_report(round_.arena.report[0].numpy()).tokens == []
     for kept, now in zip(before, (round_.arena.lengths, round_.arena.anchor, round_.arena.kv.store), strict=True):
-        assert torch.equal(kept, now[..., : PAST + ROOM, :] if now.dim() > 1 else now)
+        assert torch.equal(kept, now[..., :-1, :] if now.dim() > 1 else now)  # the last row is scrap
+
+
+@pytest.mark.parametrize("w", [1, 5])
+def test_products_of_fixed_rows_change_nothing(pairs, w):
+    """`pad_rows`: the rows behind the block reach nothing."""
+    target, drafter = pairs["qwen3"]
+    text = prompt(PAST + 1, seed=6).expand(2, -1)
+    found = []
+    for pad_rows in (0, 16):
+        round_ = started(target, drafter, text)
+        round_.target.pad_rows = pad_rows
+        forced(round_, text[0, PAST - w + 1 :].tolist())
+        round_.verify(w)
+        found.append((round_.output.logits, round_.output.features, round_.arena.kv.store[..., :-1, :]))
+    for got, want in zip(*found, strict=True):
+        close(got, want)
 
 
 def test_a_stop_token_among_accepted_drafts(pairs):
