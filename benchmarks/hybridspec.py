@@ -17,7 +17,9 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -85,6 +87,20 @@ def measure(
             done = repetition * len(prompts) + index + 1
             print(f"T={temperature:g}: {done}/{args.repetitions * len(prompts)}", file=sys.stderr, flush=True)
     return rows
+
+
+def _progress(every: float = 5.0) -> Callable[[str, int, int], None]:
+    """Calibration's steps on standard error, a line every few seconds."""
+    started = last = perf_counter()
+
+    def show(step: str, done: int, of: int) -> None:
+        nonlocal last
+        now = perf_counter()
+        if now - last >= every:
+            last = now
+            print(f"[{now - started:5.0f} s] {step}: {done}/{of}", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _run(engine: Engine, prompt: PromptRow, name: str, options: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -176,7 +192,9 @@ def _markdown_row(row: dict[str, Any]) -> str:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Load, calibrate where no file was named, measure at every temperature."""
     runtime, reason = choose_runtime(args.backend)
-    engine = load(runtime, args.model, args.draft_model, device=args.device, dtype=args.dtype, backend_reason=reason)
+    engine = load(
+        runtime, args.model, args.draft_model, device=args.device, dtype=args.dtype, backend_reason=reason, graphs=args.graphs
+    )
     calibration_rows, test = split_prompts(
         read_prompts(args.prompts), args.per_category, args.calibration_per_category, args.seed
     )
@@ -185,7 +203,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if args.calibration is None:
             print(f"calibrating on {len(calibration_rows)} prompts", file=sys.stderr, flush=True)
             settings = CalibrateSettings(max_tokens=args.max_tokens, seed=args.seed)
-            calibrate(engine, calibration_rows, settings, test_prompts=test).calibration.save(path)
+            calibrate(engine, calibration_rows, settings, test_prompts=test, progress=_progress()).calibration.save(path)
         made = load_calibration(path)
         check_calibration(made, identify(engine), path)
         names = contenders(made)
@@ -196,6 +214,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "runtime": engine.runtime,
         "device": made.identity.device,
         "dtype": made.identity.dtype,
+        "rounds": engine.rounds_reason,
         "adapter": engine.target.info.adapter,
         "prompts": len(test),
         "max_tokens": args.max_tokens,
@@ -222,6 +241,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--graphs", default="auto", help="auto, on or off: rounds as CUDA graphs where a policy has such a form"
+    )
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--per-category", type=int, default=4, help="test prompts of each category")
     parser.add_argument("--calibration-per-category", type=int, default=8)

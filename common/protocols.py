@@ -7,7 +7,7 @@ H hidden size, V vocabulary, F feature width (taps x H). `Array` is an array of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -211,14 +211,21 @@ class Runtime(Protocol):
 
 class Batcher(Protocol):
     """Rounds of several sequences at once. Every sequence keeps its own caches and its own length, so sequences join and leave
-    between rounds and nothing is padded; lists run over the sequences."""
+    between rounds and nothing is padded; lists run over the sequences. `shares_length`: drafted rows of one round should verify
+    one length (targets whose operations want a rectangle); false: any lengths side by side cost what their sum costs."""
+
+    shares_length: bool
 
     def propose(self, caches: Sequence[Any], anchors: Sequence[int], requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Like `Drafter.propose` for each (B = 1)."""
         ...
 
     def verify(self, caches: Sequence[Any], blocks: Sequence[Array]) -> list[Verification]:
-        """Like `begin` and `finish` for each block int [1, w]; `Target.commit` follows for each."""
+        """Like `begin` and `finish` for each block int [1, w]; `commit` of the same sequences follows."""
+        ...
+
+    def commit(self, caches: Sequence[Any], verifications: Sequence[Verification], counts: Sequence[int]) -> None:
+        """Like `Target.commit` for each: the first counts[i] tokens of its block stay, 0 or more."""
         ...
 
     def commit_drafts(self, caches: Sequence[Any], features: Sequence[Array]) -> None:
@@ -292,6 +299,19 @@ class Rounds(Protocol):
 
     def loop(self, drafter: Drafter | None, prompt: Sequence[int], params: Any, policy: LengthPolicy) -> tuple[Any, str]:
         """(A `DecodingLoop` for this request, how its rounds run), or (None, why it runs in the eager loop)."""
+        ...
+
+    def time_rounds(self, prompt: Sequence[int], params: Any, lengths: Iterator[int]) -> Iterator[tuple[int, float]]:
+        """(w, seconds) of drafted rounds of one request, the w of each taken from `lengths`; a round that the end cut is
+        left out."""
+        ...
+
+    def time_stage_zero(self, u: int, repetitions: int) -> list[float]:
+        """Seconds of Stage 0 of u tokens; empty where the target has none."""
+        ...
+
+    def time_expert(self, repetitions: int) -> float:
+        """Seconds that one more distinct (layer, expert) pair costs in a block; 0.0 where the target has no experts."""
         ...
 
 

@@ -95,7 +95,7 @@ def calibrate(
     cost = CostTable(
         **fit_cost(seconds, identity.block_size),
         stage_zero=_stage_slope(*stage),
-        expert=_expert_time(captured),
+        expert=_expert_time(captured) if engine.rounds is None else engine.rounds.time_expert(settings.repetitions),
     )
     survival = survival_of(captured, acceptance)
     rate, _ = dinkelbach(expected_gain(survival), round_seconds(cost))

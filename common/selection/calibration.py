@@ -37,7 +37,7 @@ class Identity(_Model):
     """What a calibration belongs to. `target_name` and `drafter_name` are for people: a renamed folder still matches.
 
     target: hash of the target's shape (`target_hash`); drafter: hash of its config and weights (`drafter_hash`);
-    device: the class of the device, e.g. `cpu`, `cuda-nvidia-h200`.
+    device: the class of the device, e.g. `cpu`, `cuda-nvidia-h200`; rounds: what the times are of, `eager` or `graphs`.
     """
 
     target_name: str
@@ -49,6 +49,7 @@ class Identity(_Model):
     device: str
     dtype: str
     block_size: int = Field(ge=2)
+    rounds: Literal["eager", "graphs"] = "eager"
 
 
 class AcceptanceModel(_Model):
@@ -198,7 +199,7 @@ def mismatches(calibration: Calibration, here: Identity) -> list[Mismatch]:
     theirs, ours = calibration.identity, here
     named = {"target": "target_name", "drafter": "drafter_name"}
     found = []
-    for field in ("model_type", "target", "drafter", "runtime", "device", "dtype", "block_size"):
+    for field in ("model_type", "target", "drafter", "runtime", "device", "dtype", "block_size", "rounds"):
         left, right = getattr(theirs, field), getattr(ours, field)
         if left != right:
             if field in named:
@@ -229,18 +230,19 @@ def identify(engine: Engine) -> Identity:
         device=engine.device_class or info.device.partition(":")[0],
         dtype=info.dtype,
         block_size=engine.drafter.config.block_size,
+        rounds="graphs" if engine.rounds is not None else "eager",
     )
 
 
 def calibration_path(engine: Engine) -> Path:
     """Where the file of this pair, runtime and device class lies: in the drafter's folder."""
     here = identify(engine)
-    return Path(engine.draft_model or "") / file_name(here.runtime, here.device)
+    return Path(engine.draft_model or "") / file_name(here.runtime, here.device, here.rounds)
 
 
-def file_name(runtime: str, device: str) -> str:
-    """`calibration.<runtime>-<device class>.json`."""
-    return f"calibration.{runtime}-{device}.json"
+def file_name(runtime: str, device: str, rounds: str = "eager") -> str:
+    """`calibration.<runtime>-<device class>.json`, with `-graphs` where the times are of CUDA graphs."""
+    return f"calibration.{runtime}-{device}{'' if rounds == 'eager' else '-' + rounds}.json"
 
 
 def device_class(kind: str, accelerator: str = "") -> str:

@@ -191,22 +191,35 @@ def time_lengths(
     seconds: dict[int, list[float]] = {w: [] for w in range(2, width + 1)}
     warm = width - 1
     schedule = _permutations(width, rng)
-    target = RecordingTarget(engine.target)
     idle = 0
     while idle < 2 and min(map(len, seconds.values())) < repetitions:
         before = min(map(len, seconds.values()))
         for index, prompt in enumerate(prompts):
-            policy = RecordingPolicy(schedule)
-            for record in record_rounds(engine, prompt, policy, target, max_tokens, index):
+            for length, spent in _round_times(engine, prompt, schedule, max_tokens, index):
                 warm -= 1
-                if warm < 0 and not record.cut and len(seconds[record.length]) < repetitions:
-                    seconds[record.length].append(record.seconds)
+                if warm < 0 and len(seconds[length]) < repetitions:
+                    seconds[length].append(spent)
             done = min(map(len, seconds.values()))
             advance(sum(map(len, seconds.values())), repetitions * len(seconds))
             if done >= repetitions:
                 break
         idle = idle + 1 if min(map(len, seconds.values())) == before else 0
     return seconds
+
+
+def _round_times(
+    engine: Engine, prompt: Sequence[int], schedule: Iterator[int], max_tokens: int, request: int
+) -> Iterator[tuple[int, float]]:
+    """(w, seconds) of the whole rounds of one prompt, run as the engine runs them: as graphs where it has them."""
+    if engine.rounds is not None:
+        stop = frozenset(stop_token_ids(engine.tokenizer, engine.target.info.eos_token_ids))
+        params = DecodingParams(max_tokens=max_tokens, stop_ids=stop, request=request, break_even=0)
+        yield from engine.rounds.time_rounds(prompt, params, schedule)
+        return
+    policy = RecordingPolicy(schedule)
+    for record in record_rounds(engine, prompt, policy, RecordingTarget(engine.target), max_tokens, request):
+        if not record.cut:
+            yield record.length, record.seconds
 
 
 def _permutations(width: int, rng: np.random.Generator) -> Iterator[int]:
@@ -224,6 +237,12 @@ def time_stage_zero(
     target, drafter = engine.target, engine.drafter
     width = drafter.config.block_size  # type: ignore[union-attr]
     rng, lengths, seconds = np.random.default_rng(seed), [], []
+    if engine.rounds is not None:
+        for u in range(2, width + 1):
+            found = engine.rounds.time_stage_zero(u, repetitions)
+            lengths, seconds = lengths + [u] * len(found), seconds + found
+            advance(u - 1, width - 1)
+        return lengths, seconds
     for index, prompt in enumerate(prompts):
         cache = target.make_cache(len(prompt) + width)
         result = target.prefill(cache, target.arrays.to_device(np.asarray(prompt, np.int32)[None]), chunk=512)

@@ -28,6 +28,7 @@ from dspine_cuda.static import drafter as static_drafter
 from dspine_cuda.static.arena import STOP_IDS, Arena, ArenaShape
 from dspine_cuda.static.round import RoundRules, StaticRound, read_report
 from dspine_cuda.static.switch import switch_support
+from dspine_cuda.static.timing import expert_blocks, seconds_of, timed_rounds
 from dspine_cuda.targets.dense import DenseTarget
 from dspine_cuda.targets.hybrid import HybridTarget
 
@@ -177,9 +178,7 @@ class GraphDecoder:
 
     # -- timings for a calibration --------------------------------------------------------------------------------------
 
-    def time_rounds(
-        self, prompt: Sequence[int], params: DecodingParams, lengths: Iterator[int]
-    ) -> Iterator[tuple[int, float]]:
+    def time_rounds(self, prompt: Sequence[int], params: DecodingParams, lengths: Iterator[int]) -> Iterator[tuple[int, float]]:
         """`protocols.Rounds.time_rounds`: one round in flight at a time, from its launch to its report."""
         plan = self.plan(params, StaticPolicy(), self.drafter)
         if isinstance(plan, str):
@@ -191,34 +190,32 @@ class GraphDecoder:
         loop, reason = self.loop(self.drafter, prompt, params, StaticPolicy())
         if loop is None:
             raise DSpineError(f"graphs: rounds of this request cannot be timed: {reason}")
-        return timed_rounds(loop, lengths)  # type: ignore[arg-type]
+        return timed_rounds(loop, lengths)
 
     def time_stage_zero(self, u: int, repetitions: int) -> list[float]:
-        """`protocols.Rounds.time_stage_zero`, on idle slots: Stage 0 reads weights and cache rows as a live one does."""
-        if not getattr(self.target, "stops_at_router", False):
+        """`protocols.Rounds.time_stage_zero`, on idle slots: Stage 0 reads weights and cache as it does for a live one."""
+        round_ = self._idle_round()
+        if not getattr(round_.target, "stops_at_router", False):
             return []
-        return self._time(lambda round_: round_.begin(u), repetitions)
+        return seconds_of(lambda: round_.begin(u), round_.arena.device, repetitions)
 
     def time_expert(self, repetitions: int) -> float:
-        """`protocols.Rounds.time_expert`: a block whose tokens share their experts against one of distinct experts, all
-        layers one behind another."""
-        from dspine_cuda.static.timing import expert_blocks
-
-        blocks = expert_blocks(self.target, self.drafter.config.block_size if self.drafter is not None else MAX_ROWS)
+        """`protocols.Rounds.time_expert`: a block whose tokens share their experts against one of distinct experts."""
+        round_ = self._idle_round()
+        blocks = expert_blocks(round_)
         if blocks is None:
             return 0.0
-        few, many = (sorted(self._time(lambda _, run=run: run(), repetitions)) for run in (blocks.few, blocks.many))
-        return max(0.0, many[len(many) // 2] - few[len(few) // 2]) / blocks.more
+        few, many = (np.median(seconds_of(run, round_.arena.device, repetitions)) for run in (blocks.few, blocks.many))
+        return max(0.0, float(many - few)) / blocks.more
 
-    def _time(self, function: Callable[[StaticRound], None], repetitions: int) -> list[float]:
-        """Seconds of `function`, as a graph where graphs run; the arena's slots are idle."""
-        self.prepare(SMALLEST_ARENA if self.arena is None else self.arena.shape.tokens)
-        assert self.arena is not None
+    def _idle_round(self) -> StaticRound:
+        """A round over the arena while no request holds it."""
         if self.busy:
             raise DSpineError("graphs: another request that has not ended holds the arena")
+        self.prepare(min(self.limit, SMALLEST_ARENA))
+        assert self.arena is not None
         self.arena.rewind()
-        runner = self.runner(Plan(1, RoundRules()))
-        return runner.seconds(lambda: function(runner.round), repetitions)
+        return self.runner(Plan(1, RoundRules())).round  # type: ignore[attr-defined]
 
     @property
     def busy(self) -> bool:
@@ -302,19 +299,6 @@ class StaticLoop(DecodingLoop):
             self.draft_cache = None
         self.stats.verify_seconds += perf_counter() - started
         return result
-
-
-def timed_rounds(loop: StaticLoop, lengths: Iterator[int]) -> Iterator[tuple[int, float]]:
-    """(w, seconds) of a loop's drafted rounds, w from `lengths`; rounds that the budget or the end cut are left out."""
-    loop.depth = 1
-    step = loop.step()  # prefill and the first token
-    while loop.finish_reason is None and loop.drafter is not None:
-        w = loop.mode = next(lengths)
-        left = loop.room - loop.stats.generated_tokens
-        before = loop.stats.verify_seconds
-        step = loop.step()
-        if step and loop.finish_reason is None and left >= w:
-            yield w, loop.stats.verify_seconds - before
 
 
 def graph_rounds(target: Any, drafter: Any | None, mode: str) -> tuple[GraphDecoder | None, str]:

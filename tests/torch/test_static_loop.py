@@ -3,6 +3,9 @@ what is refused. Run without graphs: `EagerRunner`."""
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -11,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from dspine.common.decoding import DecodingParams, decode  # noqa: E402
 from dspine.common.errors import BackendError, DSpineError  # noqa: E402
+from dspine.common.protocols import Engine  # noqa: E402
 from dspine.common.registry import reference_only  # noqa: E402
 from dspine.common.sampling import SamplingParams  # noqa: E402
+from dspine.common.selection.calibration import calibration_path, check_calibration, identify  # noqa: E402
+from dspine.common.selection.capture import time_lengths, time_stage_zero  # noqa: E402
 from dspine.common.selection.policies import StaticPolicy, parse_policy  # noqa: E402
 from dspine_cuda.drafter import load_drafter  # noqa: E402
 from dspine_cuda.graphs import EagerRunner, GraphRunner, staged  # noqa: E402
@@ -22,6 +28,7 @@ from dspine_cuda.static.arena import Arena, ArenaShape, arena_bytes, check_room 
 from dspine_cuda.static.loop import GraphDecoder  # noqa: E402
 from dspine_cuda.static.round import RoundRules, StaticRound, read_report  # noqa: E402
 from dspine_cuda.static.switch import switch_support  # noqa: E402
+from dspine_cuda.static.timing import expert_blocks, timed_rounds  # noqa: E402
 from tests.helpers.calibrations import calibration  # noqa: E402
 from tests.helpers.drafters import drafter_folder  # noqa: E402
 from tests.helpers.hybrids import save_hybrid  # noqa: E402
@@ -55,6 +62,12 @@ def pairs(tmp_path_factory):
 @pytest.fixture(params=FAMILIES)
 def pair(request, pairs):
     return pairs[request.param]
+
+
+class Words:
+    """A tokenizer without stop tokens."""
+
+    stop_ids: frozenset[int] = frozenset()
 
 
 def routed_calibration():
@@ -320,3 +333,50 @@ def test_graphs_that_were_asked_for_and_cannot_run(pair):
     assert RUNTIME.graph_rounds(*pair, "off") == (None, "graphs are off")
     with pytest.raises(DSpineError, match="graphs must be one of auto, on, off, got 'yes'"):
         RUNTIME.graph_rounds(*pair, "yes")
+
+
+def test_rounds_are_timed_at_the_lengths_asked_for(pair):
+    """What a calibration asks of graphs: lengths in the order given, cut rounds left out, the text that of plain decoding."""
+    target, drafter = pair
+    decoder = GraphDecoder(target, drafter, make_runner=EagerRunner)
+    asked = [2, 8, 3, 5, 4, 7, 6] * 10
+    want = [e.token for e in decode(target, None, PROMPT, DecodingParams(max_tokens=25))]
+    taken = iter(asked)
+    loop, _ = decoder.loop(drafter, PROMPT, DecodingParams(max_tokens=25, break_even=0.0), StaticPolicy())
+    rounds = list(timed_rounds(loop, taken))
+    assert loop.output == want and rounds and all(seconds > 0 for _, seconds in rounds)
+    whole = 25 // WIDTH  # rounds that no end can have cut
+    assert [w for w, _ in rounds][:whole] == asked[:whole] and len(rounds) < 25
+    made = decoder.time_rounds(PROMPT, DecodingParams(max_tokens=25, break_even=0.0), iter(asked))
+    assert [w for w, _ in made] == [w for w, _ in rounds]
+
+
+def test_stage_zero_and_experts_are_timed_on_idle_slots(pairs):
+    target, drafter = pairs["qwen3_5_moe_text"]
+    decoder = GraphDecoder(target, drafter, make_runner=EagerRunner)
+    assert len(decoder.time_stage_zero(3, 4)) == 4
+    blocks = expert_blocks(decoder._idle_round())
+    experts, k = target.layers[0].mlp.experts, target.layers[0].mlp.top_k
+    assert blocks.more == len(decoder._idle_round().target.experts) * (min(WIDTH * k, experts) - k)
+    assert decoder.time_expert(3) >= 0.0
+    dense = GraphDecoder(*pairs["qwen3"], make_runner=EagerRunner)
+    assert dense.time_stage_zero(3, 4) == [] and dense.time_expert(3) == 0.0
+    loop, _ = decoder.loop(drafter, PROMPT, DecodingParams(max_tokens=25, break_even=0.0), StaticPolicy())
+    with pytest.raises(DSpineError, match="holds the arena"):
+        decoder.time_expert(3)
+    del loop
+
+
+def test_a_calibration_of_graphs_times_graphs(pairs):
+    """Times come from the engine's rounds, and the file says so: eager rounds refuse it, naming both."""
+    target, drafter = pairs["qwen3_5_moe_text"]
+    rounds = GraphDecoder(target, drafter, make_runner=EagerRunner)
+    engine = Engine(target, drafter, Words(), "torch", "", "toy", "/nowhere", rounds=rounds)
+    seconds = time_lengths(engine, [PROMPT, PROMPT[::-1]], 30, 2, 0, lambda done, of: None)
+    assert all(seconds[w] for w in range(2, WIDTH))
+    lengths, times = time_stage_zero(engine, [PROMPT], 2, 0, lambda done, of: None)
+    assert sorted(set(lengths)) == list(range(2, WIDTH + 1)) and len(times) == 2 * (WIDTH - 1)
+    assert identify(engine).rounds == "graphs" and calibration_path(engine).name.endswith("-graphs.json")
+    made = calibration(WIDTH).model_copy(update={"identity": identify(engine)})
+    with pytest.raises(DSpineError, match="rounds: calibrated for 'graphs', here 'eager'"):
+        check_calibration(made, identify(dataclasses.replace(engine, rounds=None)), Path("c.json"))
