@@ -1,4 +1,5 @@
-"""Parity checks of what a target does with a block besides Gated DeltaNet: attention over the cache, routed experts."""
+"""Parity checks of what a target does with a block besides Gated DeltaNet: attention over the cache, a router's choice, routed
+experts, products of a few rows."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from dspine.common.experts import SharedExpert
+from dspine.common.norms import RMSNorm
 from dspine.common.parity.backends import Value
 from dspine.common.parity.checks import Check, generator
 
@@ -59,13 +62,17 @@ def expert_shapes(scaled: bool) -> list[ExpertShape]:
 
 
 def checks(scaled: bool) -> Iterator[Check]:
-    """Every check of the two operations."""
+    """Every check of the four operations."""
     for shape in attention_shapes(scaled):
         for family in ("random", "not-causal", "window", "large", "no-context"):
             yield _attention_check(shape, family)
     for size in expert_shapes(scaled):
-        for family in ("random", "one-token", "same-experts", "zero-weights"):
+        for family in ("random", "one-token", "same-experts", "zero-weights", "whole-layer"):
             yield _experts_check(size, family)
+        for family in ("random", "ties", "not-normalised", "one-token"):
+            yield _picks_check(size, family)
+    for rows, columns, inputs in [(16, 130, 96), (3, 37, 45)] if scaled else [(1, 12352, 2048), (16, 1281, 2048), (3, 37, 45)]:
+        yield _linear_check(rows, columns, inputs)
 
 
 def _attention_inputs(shape: AttentionShape, family: str) -> tuple[Any, ...]:
@@ -126,27 +133,101 @@ def _expert_inputs(shape: ExpertShape, family: str) -> tuple[Any, ...]:
     weights = rng.uniform(0.05, 1, size=picks.shape)
     if family == "zero-weights":
         weights[:, 1:] = 0.0
-    return Value(x), Value(picks, "int"), Value(weights, "f32"), Value(gate_up), Value(down)
+    args = Value(x), Value(picks, "int"), Value(weights, "f32"), Value(gate_up), Value(down)
+    if family != "whole-layer":
+        return args
+    width = shape.inner + 3
+    shared = SharedExpert(
+        Value(rng.normal(size=(tokens, 1))), Value(rng.normal(size=(tokens, 2 * width))),
+        Value(rng.normal(size=(shape.hidden, width)) / width**0.5),
+    )  # fmt: skip
+    norm = RMSNorm(Value(rng.uniform(0.2, 3, size=shape.hidden), "f32"), 1e-6)
+    return *args, shared, Value(rng.normal(size=(tokens, shape.hidden))), norm
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x * np.exp(-np.logaddexp(0, -x))
 
 
 def _experts(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
-    x, picks, weights, gate_up, down = args
+    x, picks, weights, gate_up, down, *rest = args
     inner = down.shape[2]
     out = np.zeros_like(x)
     for n in range(x.shape[0]):
         for expert, weight in zip(picks[n], weights[n], strict=True):
             gate, up = gate_up[expert, :inner] @ x[n], gate_up[expert, inner:] @ x[n]
-            out[n] += weight * (down[expert] @ (gate * np.exp(-np.logaddexp(0, -gate)) * up))
-    return {"out": out}
+            out[n] += weight * (down[expert] @ (_silu(gate) * up))
+    if not rest:
+        return {"out": out}
+    shared, residual, norm = rest
+    width = shared.down.shape[1]
+    hidden = _silu(shared.gate_up[:, :width]) * shared.gate_up[:, width:]
+    out += residual + np.exp(-np.logaddexp(0, -shared.amount)) * (hidden @ shared.down.T)
+    return {"out": out, "normed": norm.weight * out / np.sqrt(np.mean(out**2, axis=-1, keepdims=True) + norm.eps)}
 
 
 def _experts_check(shape: ExpertShape, family: str) -> Check:
+    names = ("out", "normed") if family == "whole-layer" else ("out",)
+
+    def run(call: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+        found = call("routed_experts", *args)
+        return dict(zip(names, found if len(names) == 2 else (found,), strict=True))
+
     return Check(
         op="routed_experts",
         shape=shape.name,
         family=family,
         build=lambda: _expert_inputs(shape, family),
-        run=lambda call, args: {"out": call("routed_experts", *args)},
+        run=run,
         expect=_experts,
+        kinds={"out": "out"} | ({"normed": "steps"} if len(names) == 2 else {}),
+    )
+
+
+def _picks_inputs(shape: ExpertShape, family: str) -> tuple[Any, ...]:
+    rng = generator("picks", shape.name, family)
+    tokens = 1 if family == "one-token" else shape.tokens
+    # distinct whole numbers over 16 are exact in bfloat16: no pair of probabilities is nearly equal
+    logits = np.stack([rng.permutation(shape.experts) for _ in range(tokens)]) / 16.0
+    if family == "ties":
+        logits = rng.integers(0, 4, size=(tokens, shape.experts)).astype(np.float64)
+        logits[0] = 0.0
+    return Value(logits), shape.picks, family != "not-normalised"
+
+
+def _picks(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    logits, k, normalised = args
+    exponent = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probability = exponent / exponent.sum(axis=-1, keepdims=True)
+    picks = np.argsort(-probability, axis=-1, kind="stable")[:, :k]
+    weights = np.take_along_axis(probability, picks, axis=-1)
+    return {"picks": picks, "weights": weights / weights.sum(axis=-1, keepdims=True) if normalised else weights}
+
+
+def _picks_check(shape: ExpertShape, family: str) -> Check:
+    return Check(
+        op="pick_experts",
+        shape=shape.name,
+        family=family,
+        build=lambda: _picks_inputs(shape, family),
+        run=lambda call, args: dict(zip(("picks", "weights"), call("pick_experts", *args), strict=True)),
+        expect=_picks,
+        kinds={"picks": "exact", "weights": "steps"},
+    )
+
+
+def _linear_inputs(rows: int, columns: int, size: int) -> tuple[Any, ...]:
+    rng = generator("linear", str(rows), str(columns))
+    return Value(rng.normal(size=(rows, size))), Value(rng.normal(size=(columns, size)) / size**0.5)
+
+
+def _linear_check(rows: int, columns: int, size: int) -> Check:
+    return Check(
+        op="linear_rows",
+        shape=f"{rows} x {columns} x {size}",
+        family="random",
+        build=lambda: _linear_inputs(rows, columns, size),
+        run=lambda call, args: {"out": call("linear_rows", *args)},
+        expect=lambda args: {"out": args[0] @ args[1].T},
         kinds={"out": "out"},
     )

@@ -10,7 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from dspine.common import acceptance, attention, experts, gating, gdn, injection, norms, quantized_rows, signals, transition
+from dspine.common import (
+    acceptance,
+    attention,
+    experts,
+    gating,
+    gdn,
+    injection,
+    linear_rows,
+    norms,
+    quantized_rows,
+    signals,
+    transition,
+)
 from dspine.common.errors import DSpineError
 from dspine.common.parity import block_checks, decision_checks, draft_checks, gdn_checks, layer_checks, packed_checks
 from dspine.common.parity.backends import ParityBackend, map_values, role_dtype, rounded
@@ -39,7 +51,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         attention.block_attention,
         norms.add_rms_norm,
         gating.silu_mul,
+        experts.pick_experts,
         experts.routed_experts,
+        linear_rows.linear_rows,
         quantized_rows.quantized_rows,
         quantized_rows.gathered_rows,
     )

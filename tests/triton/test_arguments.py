@@ -32,7 +32,9 @@ FILES = {path.stem for path in Path(next(iter(kernels_triton.__path__))).glob("*
 
 
 # What a decoder layer of MLX does besides Gated DeltaNet is the library's own; packed weights are MLX's layout.
-TRITON_ONLY = {"add_rms_norm", "attention_inputs", "block_attention", "routed_experts", "silu_mul"}
+TRITON_ONLY = {
+    "add_rms_norm", "attention_inputs", "block_attention", "linear_rows", "pick_experts", "routed_experts", "silu_mul",
+}  # fmt: skip
 METAL_ONLY = {"gathered_rows", "quantized_rows"}
 
 

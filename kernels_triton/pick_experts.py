@@ -1,0 +1,84 @@
+"""A router's choice in one launch: softmax, the k largest, their weights. One program a token.
+
+Every probability becomes a key that holds its bits above the inverted number of its expert: no two keys are equal, and of
+equal probabilities the lower expert has the larger key. The k largest are taken one after another, in one warp.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dspine.common import experts
+from dspine.kernels_triton import _launch
+from dspine.kernels_triton._launch import FLOATS, narrow, overlaps, power_of_2
+
+MOST_EXPERTS, MOST_PICKS = 4096, 64
+
+
+@triton.jit
+def _pick_experts_kernel(
+    logits, picks, weights, stride, E: tl.constexpr, K: tl.constexpr, E_PAD: tl.constexpr, K_PAD: tl.constexpr,
+    NORMALISED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    expert, place = tl.arange(0, E_PAD), tl.arange(0, K_PAD)
+    inside = expert < E
+    logit = tl.load(logits + row.to(tl.int64) * stride + expert, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.where(inside, logit, -3.0e38), 0)
+    probability = tl.where(inside, tl.exp(tl.where(inside, logit - largest, 0.0)), 0.0)
+    probability = probability / tl.sum(probability, 0)
+    # no key of an expert is below 0, NaN of either sign included: what is picked is always an expert
+    bits = (probability.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
+    key = tl.where(inside, (bits << 32) | (E_PAD - 1 - expert).to(tl.int64), -1)
+    chosen = tl.zeros([K_PAD], tl.int64)
+    for j in tl.static_range(K):
+        best = tl.max(key, 0)
+        chosen = tl.where(place == j, best, chosen)
+        key = tl.where(key == best, -1, key)
+    value = (chosen >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    value = tl.where(place < K, value, 0.0)
+    if NORMALISED:
+        value = value / tl.sum(value, 0)
+    at = row * K + place
+    tl.store(picks + at, E_PAD - 1 - (chosen & 0xFFFFFFFF), mask=place < K)
+    tl.store(weights + at, narrow(value, logits.dtype.element_ty).to(tl.float32), mask=place < K)
+
+
+def supports(logits: Tensor, k: int, normalised: bool) -> bool:
+    """bfloat16 and float32 logits of up to 4,096 experts, of which up to 64 are picked; experts behind one another."""
+    fits = logits.dim() == 2 and 1 <= logits.shape[1] <= MOST_EXPERTS and 1 <= k <= min(MOST_PICKS, logits.shape[1])
+    return fits and logits.dtype in FLOATS and logits.stride(1) == 1
+
+
+def launch(logits: Tensor, picks: Tensor, weights: Tensor, normalised: bool) -> None:
+    """Launch into picks int64 [N, k] and weights float32 [N, k]; rows of the logits may lie apart, nothing is checked."""
+    (rows, count), k = logits.shape, picks.shape[1]
+    overlap = overlaps(logits)
+    _pick_experts_kernel[(rows,)](
+        logits, picks, weights, logits.stride(0), E=count, K=k, E_PAD=power_of_2(count, 32), K_PAD=power_of_2(k),
+        NORMALISED=normalised, OVERLAP=overlap, num_warps=max(1, power_of_2(count) // 256),
+        **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
+
+
+def pick_experts(logits: Tensor, k: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """`common.experts.pick_experts`: the same arguments, results (picks int64) and errors."""
+    experts.check_picks(logits, k)
+    shape = (logits.shape[0], k)
+    picks = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    if logits.shape[0]:
+        launch(logits if logits.stride(1) == 1 else logits.contiguous(), picks, weights, normalised)
+    return picks, weights
+
+
+def register() -> None:
+    """Tell the core about `pick_experts` on CUDA."""
+    _launch.register(pick_experts, supports)
