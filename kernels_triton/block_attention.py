@@ -45,6 +45,8 @@ def _chunk_kernel(
         gdc_launch_dependents()
     part, pair = tl.program_id(0), tl.program_id(1)  # pair: batch x key head
     batch, key_head = pair // HK, pair % HK
+    if OVERLAP:
+        gdc_wait()
     length = tl.load(lengths + batch).to(tl.int32)
     end = length + W
     start = part * CHUNK
@@ -140,9 +142,10 @@ def launch(
     shape |= {"WINDOW": window or 0, "OVERLAP": overlaps(query)}
     rows = min(ROWS, power_of_2(MAX_TOKENS * group, 16))
     mixed, top, total = scratch
+    early = {"launch_pdl": True} if shape["OVERLAP"] else {}  # each launch may start before the one in front has ended
     _chunk_kernel[(parts, batch * key_heads, triton.cdiv(count * group, rows))](
         query, keys, values, lengths, mixed, top, total, scale, capacity, BR=rows, BT=TILE, CAUSAL=causal,
-        num_warps=4 if size <= 128 else 8, **shape,
+        num_warps=4 if size <= 128 else 8, **shape, **early,
     )  # fmt: skip
     _join_kernel[(count * group, batch * key_heads)](
         mixed,
@@ -154,7 +157,7 @@ def launch(
         PARTS=power_of_2(parts, 16),
         num_warps=4,
         **shape,
-        **({"launch_pdl": True} if shape["OVERLAP"] else {}),
+        **early,
     )
 
 
