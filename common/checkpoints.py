@@ -70,12 +70,19 @@ def read_header(path: Path) -> dict[str, _Entry]:
     return entries
 
 
+def read_words(entry: _Entry) -> np.ndarray:
+    """One tensor as it is stored; bfloat16 as uint16."""
+    raw = np.fromfile(entry.path, dtype=np.uint8, count=entry.size, offset=entry.offset)
+    return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+
+
 def read_tensor(entry: _Entry) -> np.ndarray:
     """One tensor as NumPy in its own dtype; bfloat16 widens to float32."""
-    raw = np.fromfile(entry.path, dtype=np.uint8, count=entry.size, offset=entry.offset)
-    array = raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+    array = read_words(entry)
     if entry.dtype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
+        wide = array.astype(np.uint32)
+        wide <<= 16  # in place: a large drafter is loaded with one tensor's copies beside its weights
+        return wide.view(np.float32)
     return array
 
 
@@ -209,7 +216,14 @@ class DraftTensors:
         if form is not None:
             return dequantize_affine(*self.packed(name), form.bits, form.group_size)
         self._unread.discard(name)
-        return read_tensor(self._entries[name]).astype(np.float32)
+        return read_tensor(self._entries[name]).astype(np.float32, copy=False)
+
+    def words(self, name: str) -> np.ndarray | None:
+        """A tensor that is stored in bfloat16, as its words uint16 and not widened; None for any other."""
+        if self.form(name) is not None or self._entries[name].dtype != "BF16":
+            return None
+        self._unread.discard(name)
+        return read_words(self._entries[name])
 
     def packed(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A quantised tensor as it is stored: uint32 words [out, W], scales and biases float32 [out, groups]."""

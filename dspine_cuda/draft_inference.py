@@ -23,17 +23,16 @@ def _stacked(linears: list[Any], share: bool = False) -> Any:
     """One product for several `nn.Linear`s of the same input. share: keep one copy of the weights, see `_share`."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
-    product = make_linear(weight, bias)
     if share:
-        _share(linears, weight)
-    return product
+        _share(linears, weight)  # first: the product may make a copy of its own
+    return make_linear(weight, bias)
 
 
 def _single(linear: Any, share: bool = False) -> Any:
-    product = make_linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+    weight = linear.weight.detach()
     if share:
-        _share([linear], linear.weight.detach())
-    return product
+        _share([linear], weight)
+    return make_linear(weight, None if linear.bias is None else linear.bias.detach())
 
 
 def _share(linears: list[Any], weight: Tensor) -> None:

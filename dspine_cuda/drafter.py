@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -337,6 +338,14 @@ class TorchDrafter:
         )
 
 
+def _stored(tensors: DraftTensors, name: str) -> Tensor:
+    """One tensor as it is stored where that is bfloat16, without a wide copy; else float32."""
+    words = tensors.words(name)
+    if words is None:
+        return torch.from_numpy(tensors.read(name))
+    return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+
+
 def load_drafter(folder: Path, target: Any) -> TorchDrafter:
     """Read a drafter folder strictly and bind it to `target`; runs in the target's dtype (bfloat16 or float32)."""
     config = load_drafter_config(folder)
@@ -347,7 +356,7 @@ def load_drafter(folder: Path, target: Any) -> TorchDrafter:
     with torch.device("meta"):
         model = DrafterModel(config)
     tensors = DraftTensors(Path(folder), config)
-    state = {name: torch.from_numpy(tensors.read(name)).to(device, dtype) for name in expected_tensors(config)}
+    state = {name: _stored(tensors, name).to(device, dtype) for name in expected_tensors(config)}
     model.load_state_dict(state, strict=True, assign=True)
     del state  # the modules alone hold the weights now, so they can give them up one by one
     codes = torch.zeros(0) if config.dspine is None else torch.from_numpy(tensors.transfer_codes(target.head_weight))

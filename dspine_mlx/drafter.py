@@ -400,8 +400,11 @@ def load_drafter(folder: Path, target: Any, *, packed: bool | None = None) -> Ml
             state[name] = mx.array(words)
             state[f"{stem}.scales"], state[f"{stem}.biases"] = (mx.array(part).astype(dtype) for part in (scales, biases))
         else:
-            state[name] = mx.array(tensors.read(name)).astype(dtype)
-        mx.eval(state)  # now: the float32 copy of one tensor lives no longer than this
+            words = tensors.words(name)
+            stored = mx.array(tensors.read(name)) if words is None else mx.view(mx.array(words), mx.bfloat16)
+            state[name] = stored.astype(dtype)
+            del words, stored
+        mx.eval(state)  # now: the copy of one tensor lives no longer than this
     model.load_weights(list(state.items()), strict=True)
     model.eval()
     mx.eval(model.parameters())
