@@ -28,6 +28,7 @@ from dspine.kernels_triton._launch import (
 
 MAX_TOKENS, ROWS, TILE = 16, 64, 64  # rows: of a tile of queries
 PARTS = 64  # chunks of a full cache, at most
+STAGES = 2  # tiles in flight: with three, two programs no longer fit a multiprocessor, and heads of 256 not even one
 
 
 def chunk_of(capacity: int) -> int:
@@ -145,7 +146,7 @@ def launch(
     early = {"launch_pdl": True} if shape["OVERLAP"] else {}  # each launch may start before the one in front has ended
     _chunk_kernel[(parts, batch * key_heads, triton.cdiv(count * group, rows))](
         query, keys, values, lengths, mixed, top, total, scale, capacity, BR=rows, BT=TILE, CAUSAL=causal,
-        num_warps=4 if size <= 128 else 8, **shape, **early,
+        num_warps=4 if size <= 128 else 8, num_stages=STAGES, **shape, **early,
     )  # fmt: skip
     _join_kernel[(count * group, batch * key_heads)](
         mixed,
