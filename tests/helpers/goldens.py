@@ -31,7 +31,7 @@ def golden_target(case: str) -> dict[str, np.ndarray]:
 def golden_folder(case: str, tmp_path: Path, **changes: object) -> Path:
     """A checkpoint folder of the case (config and weights together), with `changes` to its config; None drops a key."""
     folder = tmp_path / f"{case}-checkpoint"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(GOLDENS / WEIGHTS_OF.get(case, case) / "model.safetensors", folder / "model.safetensors")
     config = json.loads((GOLDENS / case / "config.json").read_text())
     for key, value in changes.items():
