@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspine.common.arrays import array_namespace, astype, at_least_float32, sigmoid
+from dspine.common.errors import DSpineError
 from dspine.common.norms import fused_norm
 from dspine.common.registry import operation
-from dspine.common.transfer_space import read_prediction
+from dspine.common.transfer_space import normalize, read_prediction
 
 Array = Any
 
@@ -39,6 +40,40 @@ def injection_gate(receiver: Array, predecessor: Array, weights: InjectionWeight
     gate = xp.matmul(receiver, at_least_float32(weights.receiver_gate).T) + at_least_float32(weights.bias)
     gate = sigmoid(gate + xp.matmul(predecessor, at_least_float32(weights.predecessor_gate).T))
     return astype(gate * xp.matmul(predecessor, at_least_float32(weights.message).T), dtype)
+
+
+@operation
+def injection_messages(raw: Array, anchor_code: Array, weights: InjectionWeights) -> Array:
+    """What every row of a block is to have written into it, from the readout products R_l u of all rows.
+
+    raw [B, R, r] = R_l u, the anchor's row first (its numbers are not used: it sends its known-token form); anchor_code
+    sqrt(r) C_x0 [B, r] in the dtype of raw. z = sqrt(r) raw / |raw| is not rounded, as it is between two operations.
+    Returns g * m [B, R, a] in that dtype; row 0 is 0, so `injection_write` of all rows leaves the anchor as it is.
+    """
+    xp = array_namespace(raw, anchor_code)
+    check_injection_messages(raw, anchor_code, weights)
+    z = normalize(at_least_float32(raw[:, 1:])) * raw.shape[-1] ** 0.5
+    predecessor = xp.concat([xp.expand_dims(at_least_float32(anchor_code), axis=1), z[:, :-1]], axis=1)
+    gated = astype(injection_gate.reference(z, predecessor, weights), raw.dtype)  # type: ignore[attr-defined]
+    return xp.concat([xp.zeros_like(gated[:, :1]), gated], axis=1)
+
+
+def check_injection_messages(raw: Array, anchor_code: Array, weights: InjectionWeights) -> None:
+    """Raise `DSpineError` where shapes or dtypes do not fit together."""
+    where = "injection_messages"
+    if len(raw.shape) != 3 or raw.shape[1] < 2:
+        raise DSpineError(f"{where}: raw must have shape [B, R, r] with at least 2 rows, got {tuple(raw.shape)}")
+    code = (raw.shape[0], raw.shape[2])
+    if tuple(anchor_code.shape) != code or anchor_code.dtype != raw.dtype:
+        raise DSpineError(
+            f"{where}: anchor_code must have shape {code} and dtype {raw.dtype}, got {tuple(anchor_code.shape)} and "
+            f"{anchor_code.dtype}"
+        )
+    size = weights.bias.shape[0]
+    for name in ("message", "receiver_gate", "predecessor_gate"):
+        shape = tuple(getattr(weights, name).shape)
+        if shape != (size, raw.shape[2]):
+            raise DSpineError(f"{where}: weights.{name} must have shape ({size}, {raw.shape[2]}), got {shape}")
 
 
 @operation

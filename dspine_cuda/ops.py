@@ -23,6 +23,7 @@ _TRITON_KERNELS = (
     "gdn_inputs",
     "gdn_verify",
     "injection_gate",
+    "injection_messages",
     "injection_write",
     "linear_rows",
     "path_walk",

@@ -29,6 +29,7 @@ def _product_kernel(
 ):  # fmt: skip
     """out[n, h] = sum_a x[n, a] weight[h, a], float32."""
     if OVERLAP:
+        gdc_wait()  # first: what the next launch reads early was then written before the launch in front of this one ended
         gdc_launch_dependents()
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.program_id(0) * BH + tl.arange(0, BH)
@@ -66,13 +67,13 @@ def _write_kernel(
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
-    """x [N, a] @ weight [H, a]^T -> out float32 [N, H]; all contiguous, none checked. `overlap`: the next launch, which must
-    wait inside, may start early."""
+    """x [N, a] @ weight [H, a]^T -> out float32 [N, H]; all contiguous, none checked. `overlap`: this launch may start before
+    the one in front has ended, and the next one, which must wait inside, before this one has."""
     rows, size = x.shape
     columns = weight.shape[0]
     _product_kernel[(triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS))](
         x, weight, out, rows, columns, size, BN=ROWS, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP,
-        OVERLAP=overlap, num_warps=4,
+        OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 

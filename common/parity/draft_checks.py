@@ -44,10 +44,12 @@ def shapes(scaled: bool) -> list[Shape]:
 
 
 def checks(scaled: bool) -> Iterator[Check]:
-    """Every check of the five operations."""
+    """Every check of the drafter's operations."""
     for shape in shapes(scaled):
         for family in ("random", "saturated", "shared-receiver"):
             yield _gate_check(shape, family)
+        for family in ("random", "saturated", "zero-rows", "large"):
+            yield _messages_check(shape, family)
         for family in ("random", "zero-write", "zero-rows", "large", "with-norm"):
             yield _write_check(shape, family)
         for family in ("random", "ties", "peaked", "masked", "large"):
@@ -121,6 +123,41 @@ def _gate_check(shape: Shape, family: str) -> Check:
         run=lambda call, args: {"gated": call("injection_gate", *args)},
         expect=lambda args: {"gated": _gate(*args)},
         kinds={"gated": "out"},
+        hostile=family == "saturated",
+    )
+
+
+def _messages_inputs(shape: Shape, family: str) -> tuple[Any, ...]:
+    rng = _key("messages", shape.name, family)
+    arrays = _weights(shape, rng)
+    raw = rng.normal(size=(shape.batch, shape.rows + 1, shape.rank)) * (1e4 if family == "large" else 3.0)
+    if family == "saturated":
+        arrays["receiver_gate"] *= 100
+    elif family == "zero-rows":
+        raw[:, ::2] = 0.0
+    return Value(raw), Value(_codes(shape, rng, shape.batch)), _injection(arrays)
+
+
+def _messages(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    """Row by row."""
+    raw, codes, weights = args
+    out = np.zeros((*raw.shape[:2], weights.bias.shape[0]))
+    size = np.linalg.norm(raw, axis=-1, keepdims=True)
+    z = raw / np.where(size > 0, size, 1.0) * raw.shape[-1] ** 0.5
+    for t in range(1, raw.shape[1]):
+        out[:, t] = _gate(z[:, t], codes if t == 1 else z[:, t - 1], weights)
+    return {"gated": out}
+
+
+def _messages_check(shape: Shape, family: str) -> Check:
+    return Check(
+        op="injection_messages",
+        shape=shape.name,
+        family=family,
+        build=lambda: _messages_inputs(shape, family),
+        run=lambda call, args: {"gated": call("injection_messages", *args)},
+        expect=_messages,
+        kinds={"gated": "steps"},
         hostile=family == "saturated",
     )
 

@@ -38,6 +38,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         gdn.gdn_verify_deferred,
         gdn.gdn_commit,
         injection.injection_gate,
+        injection.injection_messages,
         injection.injection_write,
         signals.draft_signals,
         transition.transition_scores,
