@@ -72,6 +72,8 @@ class HybridCache(RollbackCache):
         super().commit(count)
         self.kv.commit(count)
         if factors is not None:
+            if not self.states.is_contiguous():  # a part of a stack of several sequences: this one goes on alone
+                self.states, self.windows = self.states.contiguous(), self.windows.contiguous()
             m = torch.full((self.batch,), count, dtype=torch.int32, device=self.states.device)
             self.states, self.windows = gdn_commit(self.states, factors.gdn, self.windows, factors.inputs, m)
 

@@ -200,6 +200,11 @@ class HybridSpecPolicy(NominalPolicy):
         return nominal + int(self._round.survival[nominal - 1] > self._price_of[nominal, new])
 
 
+def uncorrected(policy: Any) -> Any:
+    """The policy without the routing correction: lengths that do not depend on whether layer 0 ran first."""
+    return NominalPolicy(policy.calibration) if isinstance(policy, HybridSpecPolicy) else policy
+
+
 def correction_prices(calibration: Calibration) -> np.ndarray:
     """rho dL_c of Eq. 6, in tokens: [W, k + 1] at (w0, n_new), w0 = 2..W-1 (infinite elsewhere)."""
     t = calibration.tables()

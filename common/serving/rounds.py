@@ -15,6 +15,7 @@ from dspine.common.decoding import DecodingLoop, Round
 from dspine.common.errors import DSpineError
 from dspine.common.protocols import Batcher, DraftRequest, Engine, Proposal, Verification
 from dspine.common.serving.lengths import BatchLengths, CostTable, time_best
+from dspine.common.serving.shared import SHARED, SharedLengths
 
 _PROBE_CONTEXT = 16
 
@@ -24,7 +25,7 @@ class BatchRounds:
 
     def __init__(self, engine: Engine, batcher: Batcher, costs: CostTable) -> None:
         self.engine, self.batcher = engine, batcher
-        self.lengths = BatchLengths(costs)
+        self.lengths = SharedLengths(costs) if batcher.shares_length else BatchLengths(costs)
 
     def run(self, loops: Sequence[DecodingLoop], pinned: Sequence[bool] = ()) -> list[Round | DSpineError]:
         """One round of each loop; an error in place of a round ends that sequence. pinned: see `BatchLengths.choose`."""
@@ -44,6 +45,8 @@ class BatchRounds:
         finished = perf_counter()
         drafts = sum(proposal is not None for proposal in proposals)
         self.lengths.costs.observe(len(loops), sum(lengths), verified - drafted, drafts, drafted - started)
+        tokens = sum(len(result.events) for result in results if isinstance(result, Round))
+        self.lengths.observe_round(len(loops), tokens, finished - started)
         for loop in loops:
             loop.stats.draft_seconds += drafted - started + finished - verified
             loop.stats.verify_seconds += verified - drafted
@@ -70,12 +73,9 @@ class BatchRounds:
             signals = {name: next(host) for name in ("confidence", "entropy") if getattr(proposal, name) is not None}
             if not finite.all():
                 loops[i].note_non_finite()
-                lengths[i] = 1
                 continue
-            proposal = replace(proposal, **signals)
-            lengths[i] = min(lengths[i], loops[i].policy.nominal(proposal, tops[i]))
-            proposals[i] = proposal
-        return proposals, lengths
+            proposals[i] = replace(proposal, **signals)
+        return proposals, self.lengths.refine(loops, lengths, tops, proposals, pinned)
 
     @staticmethod
     def _top(loop: DecodingLoop, limit: int) -> int:
@@ -130,9 +130,9 @@ class BatchRounds:
         self, loops: Sequence[DecodingLoop], results: list[Round | DSpineError], verifications: list[Verification]
     ) -> None:
         caches, features = [], []
-        for loop, result, verification in zip(loops, results, verifications, strict=True):
-            count = 0 if isinstance(result, DSpineError) else len(result.events)
-            self.engine.target.commit(loop.cache, verification, count)
+        counts = [0 if isinstance(result, DSpineError) else len(result.events) for result in results]
+        self.batcher.commit([loop.cache for loop in loops], verifications, counts)
+        for loop, count, verification in zip(loops, counts, verifications, strict=True):
             if loop.draft_cache is not None and count:
                 caches.append(loop.draft_cache)
                 features.append(verification.features[:, :count])
@@ -146,20 +146,24 @@ def measure_costs(engine: Engine, batcher: Batcher, largest: int) -> CostTable:
     """Time rounds on scratch caches: batches of 2, 4, .. up to `largest`, blocks of 1, 4, 8, .. tokens. Warms up, too."""
     target, drafter = engine.target, engine.drafter
     widest = 1 + drafter.config.num_proposals if drafter is not None else 1
-    widths = sorted({1, *(w for w in (4, 8, 16) if w < widest), widest})
+    lengths = SHARED if batcher.shares_length else (4, 8, 16)
+    widths = sorted({1, *(w for w in lengths if w < widest), widest})
     sizes = sorted({2, *(b for b in (4, 8, 16, 32) if b < largest), largest})  # one alone takes the loop's own round
     capacity = _PROBE_CONTEXT + 2 * widest
     caches = [target.make_cache(capacity) for _ in range(largest)]
     draft_caches = [drafter.make_cache(capacity) for _ in range(largest)] if drafter is not None else []
-    tokens = np.ones((1, _PROBE_CONTEXT), dtype=np.int32)
+    # tokens of many kinds: equal ones would all go to the same experts
+    tokens = np.random.default_rng(0).integers(
+        target.info.vocab_size, size=(largest, max(_PROBE_CONTEXT, widest)), dtype=np.int32
+    )
     for i, cache in enumerate(caches):
-        read = target.prefill(cache, target.arrays.to_device(tokens), chunk=_PROBE_CONTEXT)
+        read = target.prefill(cache, target.arrays.to_device(tokens[i : i + 1, :_PROBE_CONTEXT]), chunk=_PROBE_CONTEXT)
         if drafter is not None:
             drafter.commit(draft_caches[i], read.features)
     verify = {}
     for size in sizes:
         for width in widths:
-            blocks = [target.arrays.to_device(tokens[:, :1].repeat(width, axis=1))] * size
+            blocks = [target.arrays.to_device(tokens[i : i + 1, :width]) for i in range(size)]
             verify[size, width] = time_best(
                 lambda size=size, blocks=blocks: _verify_once(engine, batcher, caches[:size], blocks)
             )
@@ -172,8 +176,7 @@ def measure_costs(engine: Engine, batcher: Batcher, largest: int) -> CostTable:
 def _verify_once(engine: Engine, batcher: Batcher, caches: Sequence[Any], blocks: Sequence[Any]) -> None:
     found = batcher.verify(caches, blocks)
     engine.target.arrays.to_host(*[verification.logits[:, :, :1] for verification in found])
-    for cache, verification in zip(caches, found, strict=True):
-        engine.target.commit(cache, verification, 0)
+    batcher.commit(caches, found, [0] * len(caches))
 
 
 def _draft_once(engine: Engine, batcher: Batcher, caches: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from dspine.common.decoding import DecodingParams, LogitsRule, resolve_acceptance
 from dspine.common.protocols import Engine
 from dspine.common.sampling import SamplingParams
+from dspine.common.selection.calibrated import uncorrected
 from dspine.common.selection.choose import PolicyChoice, choose_policy
 from dspine.common.serving.errors import ApiError, unsupported
 from dspine.common.serving.jobs import Job, TextStream, Update
@@ -157,15 +158,16 @@ class Service:
         """`choice` numbers the answers to one prompt: it keys the random draws, so they differ and can be repeated."""
         room = self.context - len(prompt.ids)
         values = {**vars(params), "request": choice, "max_tokens": min(params.max_tokens, room)}
+        repeatable = request.seed is not None and not params.sampling.greedy
         return Job(
             prompt=prompt.ids,
             params=DecodingParams(**values),
-            policy=self.policy.policy,
+            policy=uncorrected(self.policy.policy) if repeatable else self.policy.policy,  # a batch has no Stage 0
             text=TextStream(self.engine.tokenizer, request.stops, self.prompts.marker_ids),
             sink=sink,
             client=client if request.user is None else f"{client}/{request.user}",
             draft=request.draft is not False,
-            repeatable=request.seed is not None and not params.sampling.greedy,
+            repeatable=repeatable,
             make_rules=rules,
         )
 

@@ -45,6 +45,11 @@ class Block:
         self.framed = self.device.type == "cpu" and count <= ROWS
         self.causal = not self.framed and self.past == 0 and count > 1
 
+    @property
+    def longest(self) -> int:
+        """Rows of the rectangle that a commit may want."""
+        return self.count
+
     @cached_property
     def angles(self) -> tuple[Tensor, Tensor]:
         """cos and sin [count, 1, rotary_dim]."""
@@ -176,7 +181,7 @@ class GdnMixer:
         tokens = gdn_inputs(inputs, window, a, b, self.weights, self.layout)
         mixed, factors = gdn_verify(tokens.q, tokens.k, tokens.v, tokens.log_decay, tokens.beta, state)
         normed = block.flat(self._gated(mixed, z))
-        return self.output(normed.to(self.dtype)), Kept(factors, inputs).first(block.count)
+        return self.output(normed.to(self.dtype)), Kept(factors, inputs).first(block.longest)
 
     def prefill(self, x: Tensor, block: Block) -> Tensor:
         """The same for committed tokens: state and window of the cache move on."""

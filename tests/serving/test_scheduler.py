@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from dspine.common.decoding import DecodingParams
@@ -14,7 +13,6 @@ from dspine.common.sampling import SamplingParams
 from dspine.common.selection.policies import StaticPolicy
 from dspine.common.serving.errors import ApiError
 from dspine.common.serving.jobs import Job, TextStream
-from dspine.common.serving.lengths import BatchLengths, CostTable
 from dspine.common.serving.metrics import Metrics
 from dspine.common.serving.queue import FairQueue
 from dspine.common.serving.scheduler import Scheduler, SchedulerSettings
@@ -310,38 +308,3 @@ def test_m2_byte_limit_on_every_path(make, limit):
         held = sum(8 * len(part) for entry in entries for part in entry.saved if part is not None)
         assert held == scheduler.prefixes.nbytes <= limit
     assert (len(scheduler.prefixes) > 0) is (limit > 0)
-
-
-def test_lengths_follow_the_costs():
-    """Free rows: verify all. Dear rows: decode plainly. In between: the likelier sequence gets the drafts."""
-
-    class Loop:
-        pass
-
-    loops = [Loop(), Loop()]
-    free = BatchLengths(CostTable({(b, w): 1.0 for b in (2, 4) for w in (1, 8)}, {2: 0.1, 4: 0.1}))
-    assert free.choose(loops, [8, 5]) == [8, 5] and free.choose(loops, [1, 1]) == [1, 1]
-    dear = BatchLengths(CostTable({(b, w): float(b * w) for b in (2, 4) for w in (1, 8)}, {2: 1.0, 4: 1.0}))
-    assert dear.choose(loops, [8, 8]) == [1, 1]
-    assert dear.choose(loops, [8, 8], [True, False])[0] == 8  # pinned: its round boundaries may not depend on the clock
-    some = BatchLengths(CostTable({(2, w): 1.0 + 0.12 * w for w in (1, 8)}, {2: 0.05}))
-    for _ in range(30):
-        some.observe(loops[0], 4, 4)
-        some.observe(loops[1], 4, 0)
-    first, second = some.choose(loops, [8, 8])
-    assert first == 8 and second == 1
-    before = some.rate(loops[1])
-    for _ in range(200):
-        some.observe(loops[1], 0, 0)
-    assert some.rate(loops[1]) > before  # hope comes back, so it is tried again
-
-
-def test_cost_table_follows_the_machine():
-    table = CostTable({(2, 1): 1.0, (2, 8): 2.0, (4, 1): 1.5, (4, 8): 4.0}, {2: 0.5, 4: 0.8})
-    assert table.verify_seconds(2, np.array([2, 16])).tolist() == [1.0, 2.0]
-    assert table.verify_seconds(3, np.array([3]))[0] == pytest.approx(1.25)
-    assert table.verify_seconds(8, np.array([8]))[0] == pytest.approx(3.0)
-    for _ in range(200):
-        table.observe(2, 2, 3.0, 2, 0.25)
-    assert table.verify_seconds(2, np.array([2]))[0] == pytest.approx(3.0, rel=1e-3)
-    assert table.draft_seconds(2) == pytest.approx(0.25, rel=1e-3)

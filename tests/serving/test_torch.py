@@ -13,18 +13,15 @@ from dspine.common.decoding import DecodingLoop, DecodingParams
 from dspine.common.protocols import DraftRequest, Engine
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.policies import StaticPolicy
-from dspine.common.serving.lengths import CostTable
 from dspine.common.serving.prefixes import PrefixCache
-from dspine.common.serving.rounds import BatchRounds, measure_costs
+from dspine.common.serving.rounds import measure_costs
 from dspine_cuda.drafter import load_drafter
 from dspine_cuda.serving import TorchBatcher, TorchPrefixes, support
 from dspine_cuda.targets.layers import can_pack
 from dspine_cuda.targets.load import load_target
 from tests.helpers.drafters import drafter_folder
-from tests.helpers.models import VOCAB, save_tiny
-
-FREE = CostTable({(2, 1): 1.0, (2, 8): 1.0}, {2: 0.01})  # rows cost nothing: everything is verified
-PROMPTS = [np.random.default_rng(i).integers(3, VOCAB, size=n).tolist() for i, n in enumerate((5, 17, 40, 9))]
+from tests.helpers.models import save_tiny
+from tests.serving.batches import PROMPTS, PrimedBatcher, make_loop, primed_loops, run_batched, texts_alone
 
 
 @pytest.fixture(scope="module", params=[("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32")], ids="-".join)
@@ -39,85 +36,13 @@ def pair(request, tmp_path_factory):
     return target, drafter, TorchBatcher(target, drafter)
 
 
-class Primed:
-    """The real drafter, whose first drafts are put right from a known text, so that rounds of every length occur."""
-
-    def __init__(self, drafter, texts):
-        self.drafter, self.texts, self.config, self.info = drafter, texts, drafter.config, drafter.info
-        self.make_cache, self.commit = drafter.make_cache, drafter.commit
-
-    def propose(self, cache, anchor, request):
-        return self.mend(cache, self.drafter.propose(cache, anchor, request))
-
-    def mend(self, cache, proposal):
-        prompt, text = self.texts[id(cache)]
-        start = cache.length - len(prompt) + 1
-        right = text[start : start + self.config.num_proposals]
-        good = (start * 7 + len(prompt)) % (self.config.num_proposals + 1)
-        tokens = proposal.tokens.clone()
-        tokens[0, : min(good, len(right))] = torch.tensor(right[:good], dtype=tokens.dtype)
-        return type(proposal)(
-            tokens, proposal.finite, *[getattr(proposal, n) for n in ("candidates", "q", "confidence", "entropy")]
-        )
-
-
-class PrimedBatcher(TorchBatcher):
-    """Mends the drafts of every sequence."""
-
-    def __init__(self, target, primed):
-        super().__init__(target, primed.drafter)
-        self.primed = primed
-
-    def propose(self, caches, anchors, requests):
-        made = super().propose(caches, anchors, requests)
-        return [self.primed.mend(cache, proposal) for cache, proposal in zip(caches, made, strict=True)]
-
-
-def make_loop(target, drafter, prompt, count=24, **sampling):
-    acceptance = "point-mass" if sampling else "auto"
-    params = DecodingParams(max_tokens=count, sampling=SamplingParams(**sampling), acceptance=acceptance, break_even=0)
-    return DecodingLoop(target, drafter, prompt, params, StaticPolicy())
-
-
-def texts_alone(pair, count=24):
-    target, _, _ = pair
-    found = []
-    for prompt in PROMPTS:
-        loop = make_loop(target, None, prompt, count)
-        found.append([event.token for event in loop.run()])
-    return found
-
-
-def run_batched(engine, batcher, loops, joins=()):
-    """Rounds of all loops until they end; `joins[i]` is the round in which loop i joins. Returns the sizes of the batches."""
-    rounds, sizes, number = BatchRounds(engine, batcher, FREE), [], 0
-    joins = list(joins) or [0] * len(loops)
-    while any(loop.finish_reason is None for loop in loops):
-        here = [loop for loop, join in zip(loops, joins, strict=True) if join <= number and loop.finish_reason is None]
-        for loop in here:
-            while loop.reading_prompt:
-                loop.step()
-        here = [loop for loop in here if loop.finish_reason is None]
-        if here:
-            assert all(result.events for result in rounds.run(here))
-            for loop in here:
-                loop.cache.check_integrity()
-                assert loop.cache.length == loop.committed
-        sizes.append(len(here))
-        number += 1
-    return sizes
-
-
 @pytest.mark.parametrize("joins", [(), (0, 3, 5, 0)], ids=["together", "one after another"])
 def test_batched_text_is_the_text_alone(pair, joins):
-    target, drafter, _ = pair
-    alone = texts_alone(pair)
-    primed = Primed(drafter, {})
-    loops = [make_loop(target, primed, prompt) for prompt in PROMPTS]
-    for loop, prompt, text in zip(loops, PROMPTS, alone, strict=True):
-        primed.texts[id(loop.draft_cache)] = (prompt, text)
+    target, drafter, batcher = pair
+    alone = texts_alone(target)
+    loops, primed = primed_loops(target, drafter, alone)
     engine = Engine(target, primed, None, "torch", "", "", None)
-    sizes = run_batched(engine, PrimedBatcher(target, primed), loops, joins)
+    sizes = run_batched(engine, PrimedBatcher(batcher, primed), loops, joins)
     assert [loop.output for loop in loops] == alone and max(sizes) >= 3
     lengths = [loop.stats.accepted_at for loop in loops]
     assert all(sum(at) > 0 for at in lengths) and len({tuple(at) for at in lengths}) > 1  # they accept different counts

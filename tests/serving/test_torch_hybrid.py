@@ -1,4 +1,4 @@
-"""Hybrids behind the server: sequences in turns, snapshots of states at chosen places, bit for bit a cold run (case R11)."""
+"""Hybrids behind the server: snapshots of states at chosen places, bit for bit a cold run (case R11)."""
 
 from __future__ import annotations
 
@@ -108,4 +108,4 @@ def test_a_state_cannot_be_cut(pair):
         ops.load(saved, pair[0].make_cache(64), None, 16)
     with pytest.raises(DSpineError, match="cannot be cut"):
         ops.copy(loop.cache, None, pair[0].make_cache(64), None, 16)
-    assert support(*pair).batcher is None and "turns" in support(*pair).reason
+    assert support(*pair).batcher.shares_length and "share one length" in support(*pair).reason

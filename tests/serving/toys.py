@@ -152,6 +152,8 @@ class EchoDrafter:
 class ToyBatcher:
     """A batch is a loop over the sequences; it remembers how large its batches were."""
 
+    shares_length = False
+
     def __init__(self, target: ScriptTarget, drafter: EchoDrafter | None) -> None:
         self.target, self.drafter, self.sizes = target, drafter, []
 
@@ -167,6 +169,10 @@ class ToyBatcher:
             self.target.finish(cache, self.target.begin(cache, block), block.shape[1])
             for cache, block in zip(caches, blocks, strict=True)
         ]
+
+    def commit(self, caches: Any, verifications: Any, counts: Any) -> None:
+        for cache, verification, count in zip(caches, verifications, counts, strict=True):
+            self.target.commit(cache, verification, count)
 
     def commit_drafts(self, caches: Any, features: Any) -> None:
         for cache, part in zip(caches, features, strict=True):
