@@ -1,4 +1,4 @@
-"""The gated activation of a feed-forward layer."""
+"""The gated activation of a feed-forward layer, and the gate on attention's output."""
 
 from __future__ import annotations
 
@@ -28,3 +28,22 @@ def check_silu_mul(gate_up: Array) -> None:
     """Raise `DSpineError` unless the last axis is two halves."""
     if len(gate_up.shape) < 1 or gate_up.shape[-1] % 2 or not gate_up.shape[-1]:
         raise DSpineError(f"silu_mul: gate_up must have shape [..., 2I], got {tuple(gate_up.shape)}")
+
+
+@operation
+def sigmoid_mul(x: Array, gate: Array) -> Array:
+    """x * sigmoid(gate), one shape and dtype: the gate on what attention's heads give.
+
+    sigmoid in float32 at least; it is rounded to the dtype before the product, as `x * gate.sigmoid()` is of two operations.
+    Raises `DSpineError` on shapes or dtypes that differ.
+    """
+    check_sigmoid_mul(x, gate)
+    return x * astype(sigmoid(at_least_float32(gate)), x.dtype)
+
+
+def check_sigmoid_mul(x: Array, gate: Array) -> None:
+    """Raise `DSpineError` unless both have one shape and dtype."""
+    if tuple(x.shape) != tuple(gate.shape) or x.dtype != gate.dtype:
+        raise DSpineError(
+            f"sigmoid_mul: gate must have shape {tuple(x.shape)} and dtype {x.dtype}, got {tuple(gate.shape)} and {gate.dtype}"
+        )

@@ -21,6 +21,8 @@ _TRITON_KERNELS = (
     "draft_signals",
     "gdn_commit",
     "gdn_inputs",
+    "gdn_keep",
+    "gdn_round",
     "gdn_verify",
     "injection_gate",
     "injection_messages",
@@ -30,6 +32,7 @@ _TRITON_KERNELS = (
     "pick_experts",
     "routed_experts",
     "select_length",
+    "sigmoid_mul",
     "silu_mul",
     "transition_scores",
 )

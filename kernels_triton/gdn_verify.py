@@ -126,7 +126,7 @@ def _substitute(matrix, right, rows, W: tl.constexpr, BLOCK: tl.constexpr, SPLIT
 
 @triton.jit
 def _gdn_verify_kernel(
-    q, k, v, log_decay, beta, state, out, z, g, lengths, past_z, past_k, past_g, past_m,
+    q, k, v, log_decay, beta, state, out, z, g, lengths, past_z, past_k, past_g, past_m, kept_rows,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
     W: tl.constexpr, PAST: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -163,9 +163,10 @@ def _gdn_verify_kernel(
     rows = tl.arange(0, 16)
     live = rows < count
     token = batch * W + rows
+    kept_token = batch * kept_rows + rows  # of k, z and g, which may stand in a longer frame
     at = (token[:, None] * HK + key_head) * DK + dk[None, :]
     of_key = live[:, None] & (dk < DK)[None, :]
-    keys = tl.load(k + at, mask=of_key, other=0.0)
+    keys = tl.load(k + (kept_token[:, None] * HK + key_head) * DK + dk[None, :], mask=of_key, other=0.0)
     queries = tl.load(q + at, mask=of_key, other=0.0)
     logs = tl.load(log_decay + token * HV + head, mask=live, other=0.0)
     strength = tl.load(beta + token * HV + head, mask=live, other=0.0)
@@ -189,9 +190,9 @@ def _gdn_verify_kernel(
     writes = _substitute(matrix, right, rows, W, BLOCK, SPLIT)
     result = decay * from_queries + multiply_small(reads, writes, SPLIT)
     kept = (rows < W)[:, None] & (dv < DV)[None, :]  # padded rows are written too: as zeros
-    tl.store(z + of_value, writes, mask=kept)
+    tl.store(z + (kept_token[:, None] * HV + head) * DV + dv[None, :], writes, mask=kept)
     tl.store(out + of_value, narrow(result, out.dtype.element_ty), mask=kept)
-    tl.store(g + token * HV + head, logs, mask=(rows < W) & (tl.program_id(0) == 0))
+    tl.store(g + kept_token * HV + head, logs, mask=(rows < W) & (tl.program_id(0) == 0))
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *_: object, **__: object) -> bool:
@@ -203,9 +204,10 @@ def supports(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, s
 def launch(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, out: Tensor, z: Tensor, g: Tensor,
     lengths: Tensor | None = None, pending: GdnFactors | None = None, pending_m: Tensor | None = None,
-    parameters: Launch | None = None, overlap: bool = False,
+    parameters: Launch | None = None, overlap: bool = False, kept_rows: int | None = None,
 ) -> None:  # fmt: skip
     """Launch into given outputs: out [B, w, Hv, Dv], z float32 [B, w, Hv, Dv], g float32 [B, w, Hv]; all contiguous.
+    `kept_rows` n: k, z and g are [B, n, ...] instead, of which the first w rows are read and written.
 
     `overlap` (programmatic dependent launch): the state is fetched before the previous kernel has ended, so that kernel
     must not be one that writes this state. Nothing is checked here: see `gdn_verify`.
@@ -217,6 +219,7 @@ def launch(
     past = (z, k, g, z) if pending is None else (pending.z, pending.k, pending.g, pending_m)
     _gdn_verify_kernel[(triton.cdiv(value_dim, block_v), batch * value_heads)](
         q, k, v, log_decay, beta, state, out, z, g, z if lengths is None else lengths, *past,
+        count if kept_rows is None else kept_rows,
         HK=key_heads, HV=value_heads, DK=key_dim, DV=value_dim, DK_PAD=power_of_2(key_dim, 16),
         W=count, PAST=0 if pending is None else pending.z.shape[1], BV=block_v, BLOCK=chosen.block,
         SPLIT=q.dtype != torch.float32, HAS_LENGTHS=lengths is not None, OVERLAP=overlap,

@@ -1,4 +1,4 @@
-"""Parity checks of what lies between the products of a decoder layer: attention's inputs, residual sums and norms, SiLU."""
+"""Parity checks of what lies between the products of a decoder layer: attention's inputs, residual sums and norms, gates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def inputs_shapes(scaled: bool) -> list[InputsShape]:
 
 
 def checks(scaled: bool) -> Iterator[Check]:
-    """Every check of the three operations."""
+    """Every check of the four operations."""
     for shape in inputs_shapes(scaled):
         for family in ("random", "no-norm", "wide-norm", "dead-rows", "large"):
             yield _inputs_check(shape, family)
@@ -52,6 +52,7 @@ def checks(scaled: bool) -> Iterator[Check]:
     for rows, size in ((1, 12288), (16, 1536), (3, 37)) if not scaled else ((2, 1300), (3, 37)):
         for family in ("random", "large"):
             yield _silu_check(rows, size, family)
+            yield _gate_check(rows, size, family)
 
 
 def _inputs(shape: InputsShape, family: str) -> tuple[Any, ...]:
@@ -160,4 +161,23 @@ def _silu_check(rows: int, size: int, family: str) -> Check:
         run=lambda call, args: {"out": call("silu_mul", *args)},
         expect=expect,
         kinds={"out": "steps"},
+    )
+
+
+def _gate_inputs(rows: int, size: int, family: str) -> tuple[Any, ...]:
+    rng = generator("gate", str(rows), str(size), family)
+    scale = 1e4 if family == "large" else 1.0
+    return tuple(Value(scale * rng.normal(size=(1, rows, 1, size))) for _ in range(2))
+
+
+def _gate_check(rows: int, size: int, family: str) -> Check:
+    return Check(
+        op="sigmoid_mul",
+        shape=f"{rows} x {size}",
+        family=family,
+        build=lambda: _gate_inputs(rows, size, family),
+        run=lambda call, args: {"out": call("sigmoid_mul", *args)},
+        expect=lambda args: {"out": args[0] * np.exp(-np.logaddexp(0, -args[1]))},
+        kinds={"out": "steps"},
+        hostile=family == "large",
     )

@@ -16,6 +16,7 @@ from dspine.common import (
     experts,
     gating,
     gdn,
+    gdn_rounds,
     injection,
     linear_rows,
     norms,
@@ -24,7 +25,15 @@ from dspine.common import (
     transition,
 )
 from dspine.common.errors import DSpineError
-from dspine.common.parity import block_checks, decision_checks, draft_checks, gdn_checks, layer_checks, packed_checks
+from dspine.common.parity import (
+    block_checks,
+    decision_checks,
+    draft_checks,
+    gdn_checks,
+    layer_checks,
+    packed_checks,
+    round_checks,
+)
 from dspine.common.parity.backends import ParityBackend, map_values, role_dtype, rounded
 from dspine.common.parity.checks import Check
 from dspine.common.registry import reference_only
@@ -37,6 +46,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         gdn.gdn_verify,
         gdn.gdn_verify_deferred,
         gdn.gdn_commit,
+        gdn_rounds.gdn_round,
+        gdn_rounds.gdn_keep,
         injection.injection_gate,
         injection.injection_messages,
         injection.injection_write,
@@ -51,6 +62,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         attention.attention_inputs,
         attention.block_attention,
         norms.add_rms_norm,
+        gating.sigmoid_mul,
         gating.silu_mul,
         experts.pick_experts,
         experts.routed_experts,
@@ -99,7 +111,7 @@ class Declined(Exception):
 @lru_cache(maxsize=2)
 def table(scaled: bool) -> tuple[Check, ...]:
     """All checks; `scaled`: real model shapes cut down for emulated and interpreted backends."""
-    parts = (gdn_checks, draft_checks, decision_checks, block_checks, layer_checks, packed_checks)
+    parts = (gdn_checks, round_checks, draft_checks, decision_checks, block_checks, layer_checks, packed_checks)
     return tuple(check for part in parts for check in part.checks(scaled))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dspine.common.errors import DSpineError
 from dspine.common.gdn import MAX_TOKENS, GdnFactors, gdn_commit
+from dspine.common.gdn_rounds import GdnKept
 from dspine_cuda.caches import KEY_TILE, KVCache
 from dspine_cuda.draft_cache import DraftCache
 from dspine_cuda.hybrid_cache import HybridCache
@@ -56,8 +57,9 @@ class ArenaShape:
 def arena_bytes(target: Any, drafter: Any | None, shape: ArenaShape) -> dict[str, int]:
     """Bytes of every part of an arena, before anything is allocated.
 
-    kv: layers x 2 x B x Hk x C x D; states 4 Lg B Hv Dv Dk; factors: z and g in float32, k and the inputs in the model's dtype,
-    W rows each; round: uniforms, and logits 4 B W V and features B W F, which lie in the graphs' pool.
+    kv: layers x 2 x B x Hk x C x D; states 4 Lg B Hv Dv Dk; factors: z and g in float32 and k in the model's dtype, twice (of
+    the last round and of this one), the inputs once, W rows each; round: uniforms, and logits 4 B W V and features B W F, which
+    lie in the graphs' pool.
     """
     config, size, batch, rows = target.config, target.dtype.itemsize, shape.batch, shape.rows
     layout = getattr(config, "gdn", None)
@@ -68,7 +70,8 @@ def arena_bytes(target: Any, drafter: Any | None, shape: ArenaShape) -> dict[str
         values, keys = layout.value_heads * layout.value_dim, layout.key_heads * layout.key_dim
         parts["states"] = 4 * count * batch * values * layout.key_dim
         parts["windows"] = count * batch * (config.conv_width - 1) * channels * size
-        parts["factors"] = count * batch * rows * (4 * values + 4 * layout.value_heads + keys * size)
+        factors = 4 * values + 4 * layout.value_heads + keys * size
+        parts["factors"] = count * batch * rows * (2 * factors + channels * size)
     if drafter is not None:
         own = drafter.config
         depth = shape.capacity + own.block_size
@@ -99,7 +102,8 @@ class Arena:
     Invariants, in the order of a round: `lengths` int32 [B] committed tokens; `anchor` int32 [B] the newest emitted token, not
     yet processed; `remaining` int32 [B] tokens that may still be emitted, 0: the slot does nothing; `generated` int32 [B]
     tokens emitted. Hybrids: `states` are those BEFORE the last round, `pending` its factors and `pending_m` int32 [B] how many
-    of them count; windows are up to date.
+    of them count; windows are up to date. `fresh` is what the running round leaves until its commit: never `pending` itself,
+    which other programs may still read.
     """
 
     def __init__(self, target: Any, drafter: Any | None, shape: ArenaShape) -> None:
@@ -124,13 +128,21 @@ class Arena:
         self.survival = torch.zeros((batch, max(rows - 1, 1)), device=self.device)
         self.report = self._ints(batch, REPORT_HEAD + 2 * rows)
         self.pending: GdnFactors | None = None
+        self.fresh: GdnKept | None = None
         if isinstance(self.cache, HybridCache) and self.cache.gdn_index:
-            layout, count = config.gdn, len(self.cache.gdn_index)
-            self.pending = GdnFactors(
-                torch.zeros((count, batch, rows, layout.value_heads, layout.value_dim), device=self.device),
-                torch.zeros((count, batch, rows, layout.key_heads, layout.key_dim), dtype=self.dtype, device=self.device),
-                torch.zeros((count, batch, rows, layout.value_heads), device=self.device),
-            )
+            count = len(self.cache.gdn_index)
+            self.pending = self._factors(config.gdn, count)
+            inputs = torch.zeros((count, batch, rows, config.gdn.channels), dtype=self.dtype, device=self.device)
+            self.fresh = GdnKept(self._factors(config.gdn, count), inputs)
+
+    def _factors(self, layout: Any, count: int) -> GdnFactors:
+        """Zeros for the factors of `count` layers, W rows each."""
+        lead = (count, self.shape.batch, self.shape.rows)
+        return GdnFactors(
+            torch.zeros((*lead, layout.value_heads, layout.value_dim), device=self.device),
+            torch.zeros((*lead, layout.key_heads, layout.key_dim), dtype=self.dtype, device=self.device),
+            torch.zeros((*lead, layout.value_heads), device=self.device),
+        )
 
     def _ints(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)

@@ -246,8 +246,8 @@ def test_arena_bytes_are_what_is_allocated(pair):
         cache = arena.cache
         assert parts["states"] == cache.states.numel() * 4
         assert parts["windows"] == cache.windows.numel() * cache.windows.element_size()
-        factors = sum(x.numel() * x.element_size() for x in (arena.pending.z, arena.pending.k, arena.pending.g))
-        assert parts["factors"] == factors
+        held = [arena.fresh.inputs, *(x for f in (arena.pending, arena.fresh.factors) for x in (f.z, f.k, f.g))]
+        assert parts["factors"] == sum(x.numel() * x.element_size() for x in held)
     assert parts["round"] > arena.uniforms.numel() * 4
 
 

@@ -101,6 +101,6 @@ def test_rounds_over_the_kernels(pair, kernels, mode, rule, names):
         with registry.reference_only():
             want = reports(pair, mode, rules, ROUNDS)
     assert got == want
-    expected = names | ({"gdn_inputs", "gdn_verify_deferred", "routed_experts"} if hybrid else set())
+    expected = names | ({"gdn_round", "gdn_keep", "pick_experts", "routed_experts", "sigmoid_mul"} if hybrid else set())
     expected |= {"correct_length"} if mode == POLICY and hybrid else set()
     assert expected <= kernels
