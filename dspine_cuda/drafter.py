@@ -306,16 +306,20 @@ class TorchDrafter:
         return self.run_block(anchor, cos, sin, attend)
 
     def run_block(self, anchor: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[BlockStates, Tensor | None]:
-        """The layers over the blocks of `anchor` [B]; tables [R, 1, hd], or [B, R, 1, hd] where positions differ."""
+        """The layers over the blocks of `anchor` [B]; tables [R, 1, hd]."""
+        embeddings, code = self.embed_block(anchor)
+        hidden, pre = self.lean.block(embeddings, cos, sin, attend, code)
+        return BlockStates(hidden[:, None], pre[:, None], []), code
+
+    def embed_block(self, anchor: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Input rows [B, R, H] of the blocks of `anchor` [B], and its known-token code [B, r] (DSpine)."""
         ids = torch.cat([anchor[:, None], self._mask_row.expand(anchor.shape[0], -1)], dim=1)
         embeddings = self.target.embed(ids).to(self.model.fc.weight.dtype)
         if self.config.input_embedding_scale != 1.0:
             embeddings = embeddings * self.config.input_embedding_scale
         if self._mask_embedding is not None:
             embeddings[:, 1:] = self._mask_embedding
-        code = None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
-        hidden, pre = self.lean.block(embeddings, cos, sin, attend, code)
-        return BlockStates(hidden[:, None], pre[:, None], []), code
+        return embeddings, None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
 
     def masks(self, start: int) -> dict[Any, Tensor | None]:
         """Attention mask of each layer rule for a block at position `start`."""

@@ -23,8 +23,8 @@ LARGEST_HEAD = 256
 
 @triton.jit
 def _attention_inputs_kernel(
-    projected, cos, sin, lengths, live, keys, values, weight, query, count, capacity, positions, eps,
-    S: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R: tl.constexpr,
+    projected, cos, sin, lengths, live, keys, values, weight, query, count, stride, capacity, positions, eps,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R: tl.constexpr,
     BT: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -48,7 +48,7 @@ def _attention_inputs_kernel(
     if OVERLAP:
         gdc_wait()
     row = (batch.to(tl.int64) * count + token)[:, None]
-    at = (row * S + head) * D
+    at = row * stride + head * D
     x = tl.load(projected + at + lane[None, :], mask=of_row, other=0.0).to(tl.float32)
     y = tl.load(projected + at + partner[None, :], mask=of_row, other=0.0).to(tl.float32)
     out = x
@@ -87,16 +87,23 @@ def launch(
     projected: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, live: Tensor, keys: Tensor, values: Tensor, query: Tensor,
     weight: Tensor | None, eps: float,
 ) -> None:  # fmt: skip
-    """Launch into `query`, `keys` and `values`; all contiguous, none checked. `lengths`, `live`, the tables and the weight are
-    read before the launch in front has ended: it must not write them."""
-    batch, count, sections, size = projected.shape
+    """Launch into `query`, `keys` and `values`; all contiguous (rows of `projected` may stand apart), none checked. `lengths`,
+    `live`, the tables and the weight are read before the launch in front has ended: it must not write them."""
+    batch, count, _, size = projected.shape
     heads, key_heads, tokens, overlap = query.shape[2], keys.shape[1], programs_of(count, TOKENS), overlaps(projected)
     _attention_inputs_kernel[(heads + 2 * key_heads, triton.cdiv(count, tokens), batch)](
         projected, cos, sin, lengths, live, keys, values, projected if weight is None else weight, query, count,
-        keys.shape[2], cos.shape[0], eps, S=sections, HQ=heads, HK=key_heads, D=size, D_PAD=power_of_2(size, 16),
+        projected.stride(1), keys.shape[2], cos.shape[0], eps, HQ=heads, HK=key_heads, D=size, D_PAD=power_of_2(size, 16),
         R=cos.shape[1], BT=tokens, HAS_NORM=weight is not None, OVERLAP=overlap, num_warps=1,
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
+
+
+def _rows(projected: Tensor) -> Tensor:
+    """Itself where rows [S, D] are contiguous and stand at equal distances (a layer's part of a wider product), else a copy."""
+    batch, count, _, size = projected.shape
+    apart = projected.stride(3) == 1 and projected.stride(2) == size
+    return projected if apart and (batch == 1 or projected.stride(0) == count * projected.stride(1)) else projected.contiguous()
 
 
 def attention_inputs(
@@ -112,7 +119,7 @@ def attention_inputs(
     weight, eps = (None, 0.0) if norm is None else (norm.weight.detach().contiguous(), norm.eps)
     tables = cos.contiguous(), sin.contiguous()
     if batch:
-        launch(projected.contiguous(), *tables, lengths.contiguous(), live.contiguous(), keys, values, query, weight, eps)
+        launch(_rows(projected), *tables, lengths.contiguous(), live.contiguous(), keys, values, query, weight, eps)
     return query, keys, values
 
 

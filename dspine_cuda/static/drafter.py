@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from dspine.common.attention import block_attention
+from dspine.common.gating import silu_mul
+from dspine.common.injection import injection_messages, injection_write
 from dspine.common.masks import MaskRule
+from dspine.common.norms import RMSNorm, add_rms_norm
 from dspine.common.protocols import DraftRequest, Proposal
-from dspine_cuda.draft_inference import signed_tables
-from dspine_cuda.drafter import TorchDrafter
+from dspine_cuda.draft_inference import LeanLayer, signed_tables
+from dspine_cuda.drafter import BlockStates, TorchDrafter
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import append, place_rows
+from dspine_cuda.static.steps import Where, place_inputs
 
 
 def refusal(drafter: Any) -> str | None:
@@ -34,43 +37,91 @@ def fits(rule: MaskRule, rows: int) -> bool:
 
 
 class StaticDrafter:
-    """`propose` and `commit` of a `TorchDrafter` on an arena; nothing is read by the host."""
+    """`propose` and `commit` of a `TorchDrafter` on an arena; nothing is read by the host.
+
+    The layers are those of `draft_inference`, through the operations of few launches: a residual sum runs with the norm behind
+    it, injection included.
+    """
 
     def __init__(self, drafter: TorchDrafter, arena: Arena) -> None:
         assert arena.draft_cache is not None
         self.drafter, self.arena, self.config = drafter, arena, drafter.config
         store = arena.draft_cache._store
         self.stores = store.unbind(0)
-        self.scrap = store.shape[4] - 1
-        self.cos, self.sin = signed_tables(*drafter.model.rope(store.shape[4]))
+        cos, sin = signed_tables(*drafter.model.rope(store.shape[4]))
+        self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
         self.full = torch.full_like(arena.lengths, self.config.query_rows)
         self.scale = self.config.head_dim**-0.5
+        lean, injection = drafter.lean, drafter.model.injection
+        self.key_norms = [RMSNorm(weight.contiguous(), lean.key_norm.eps) for weight in lean.key_norm.weight]
+        self.injections = [] if injection is None else [injection.layer(index) for index in range(len(lean.layers))]
 
     def propose(self, request: DraftRequest) -> Proposal:
         """A block behind the committed tokens of every slot, from the arena's anchors."""
         arena, rows = self.arena, self.config.query_rows
-        place = place_rows(arena.lengths, self.full, rows, self.scrap, self.cos, self.sin)
+        embeddings, code = self.drafter.embed_block(arena.anchor)
+        hidden, pre = self._block(embeddings, Where(arena.lengths, self.full, self.cos, self.sin, rows), code)
+        shape = (arena.shape.batch, 1, rows, -1)
+        return self.drafter.proposal(BlockStates(hidden.view(shape), pre.view(shape), []), code, arena.anchor, request)
 
-        def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            store, rule = self.stores[index], self.drafter.rules[index]
-            append(store, torch.stack((key, value)), place.rows)
-            mixed = block_attention(
-                query.transpose(1, 2), store[0], store[1], arena.lengths, self.scale, rule.causal, rule.window
-            )
-            return mixed.transpose(1, 2)
+    def _block(self, embeddings: Tensor, where: Where, code: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(h_L), u_L), both [N, H], of embeddings [B, R, H]; of two refined layers [u_L, u_{L-1}], [N, 2H]."""
+        lean = self.drafter.lean
+        norms = [*(layer.input_norm for layer in lean.layers[1:]), lean.norm]
+        entry, normed = add_rms_norm(embeddings.reshape(-1, embeddings.shape[-1]), None, lean.layers[0].input_norm)
+        pre = earlier = entry
+        for index, (layer, norm) in enumerate(zip(lean.layers, norms, strict=True)):
+            residual, update = self._layer(index, layer, entry, normed, where)
+            earlier = pre
+            if code is None:
+                pre, normed = add_rms_norm(residual, update, norm)
+                entry = pre
+            else:
+                pre = update.add_(residual)
+                entry, normed = self._inject(index, pre, where, code, norm)
+        return normed, torch.cat([pre, earlier], dim=-1) if getattr(lean, "keeps_two", False) else pre
 
-        states, code = self.drafter.run_block(arena.anchor, place.cos, place.sin, attend)
-        return self.drafter.proposal(states, code, arena.anchor, request)
+    def _inject(self, index: int, pre: Tensor, where: Where, code: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """(h, its norm) of u [N, H]."""
+        injection, weights = self.drafter.lean.injection, self.injections[index]
+        block = (where.batch, where.count, -1)
+        if getattr(injection, "second", None) is not None:  # two hops: the eager steps
+            return add_rms_norm(injection.apply_(index, pre.clone().view(block), code).view(pre.shape), None, norm)
+        gated = injection_messages(injection.readouts[index](pre).view(block), code, weights)
+        return injection_write(pre, gated.view(pre.shape[0], -1), weights.write, norm)  # type: ignore[return-value]
+
+    def _layer(self, index: int, layer: LeanLayer, entry: Tensor, normed: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+        """(residual stream before the MLP's sum, the MLP's output), [N, H] each, of the stream [N, H] and its norm."""
+        block = (where.batch, where.count, -1)
+        normed, after = _prepared(layer.attention_conv, normed, block)
+        projected = layer.qkv(normed).view(where.batch, where.count, -1, layer.head_dim)
+        store, rule = self.stores[index], self.drafter.rules[index]
+        query = place_inputs(projected, store, where, layer.heads, layer.qk_norm)
+        mixed = block_attention(query, store[0], store[1], where.lengths, self.scale, rule.causal, rule.window)
+        mixed = _finished(layer.attention_conv, layer.output(mixed.reshape(entry.shape[0], -1)), after, block)
+        residual, normed = add_rms_norm(entry, mixed, layer.mlp_norm)
+        normed, after = _prepared(layer.mlp_conv, normed, block)
+        return residual, _finished(layer.mlp_conv, layer.down(silu_mul(layer.gate_up(normed))), after, block)
 
     def commit(self, features: Tensor, m: Tensor) -> None:
         """Context K/V of the first m int32 [B] of features [B, w, F], behind the committed tokens: before lengths move."""
         batch, count = features.shape[:2]
-        place = place_rows(self.arena.lengths, m, count, self.scrap, self.cos, self.sin)
-        flat = (batch * count, 1, -1)
-        made = self.drafter.lean.context(
-            features.reshape(1, batch * count, -1).to(self.stores[0].dtype), place.cos.view(flat), place.sin.view(flat)
-        )  # [L, 2, 1, Hk, B w, D]
-        layers, heads, size = made.shape[0], made.shape[3], made.shape[5]
-        rows = made.view(layers, 2, heads, batch, count, size).transpose(2, 3)
-        index = place.rows[None, None, :, None, :, None].expand(rows.shape)
-        self.arena.draft_cache._store.scatter_(4, index, rows)  # type: ignore[union-attr]
+        lean, where = self.drafter.lean, Where(self.arena.lengths, m, self.cos, self.sin, count)
+        flat = features.reshape(batch * count, -1).to(self.stores[0].dtype)
+        rows = lean.context_kv(lean.hidden_norm(lean.fc(flat)))
+        rows = rows.view(batch, count, len(lean.layers), 2 * lean.kv_heads, lean.head_dim)
+        for index, (store, norm) in enumerate(zip(self.stores, self.key_norms, strict=True)):
+            place_inputs(rows[:, :, index], store, where, 0, norm)
+
+
+def _prepared(conv: Any, normed: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    """DFlash2's convolution in front of a sublayer, where there is one: [N, H] -> ([N, H], the kernel behind it)."""
+    if conv is None:
+        return normed, None
+    made, after = conv.prepare(normed.view(block))
+    return made.reshape(normed.shape), after
+
+
+def _finished(conv: Any, output: Tensor, after: Tensor | None, block: tuple[int, ...]) -> Tensor:
+    """The convolution behind a sublayer's output [N, H]."""
+    return output if after is None else conv.finish(output.view(block), after).reshape(output.shape)
