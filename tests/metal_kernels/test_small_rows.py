@@ -11,15 +11,17 @@ import pytest
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from dspine.common.cli import main as cli
 from dspine.common.decoding import DecodingParams, decode
 from dspine.common.errors import BackendError, DSpineError
 from dspine_mlx import small_rows
+from dspine_mlx import tune as tuning
 from dspine_mlx.small_rows import Shape, SmallRowLinear, SmallRowSwitch, Table, load_table, packed_layers, save_table, use_table
-from dspine_mlx.targets import wrap_model
+from dspine_mlx.targets import load_target, wrap_model
 from dspine_mlx.tune import picks_of, tune, tune_folder
 from tests.metal_kernels.test_dispatch import as_metal
 from tests.mlx.hybrids import hybrid_model
-from tests.mlx.toys import toy_model
+from tests.mlx.toys import save_model, toy_model
 
 DEVICE = "Apple M0 Toy"
 
@@ -157,6 +159,31 @@ def test_tuning_keeps_what_was_faster():
     routed = [rows for key, rows in table.faster.items() if "experts" in key]
     assert plain and routed and all(rows == [2, 3, 4, 5, 6, 7] for rows in plain) and all(rows == [4, 6] for rows in routed)
     assert "kernel over library 2:0.50" in lines[0][0]
+
+
+def test_the_command_fills_the_table_that_loading_reads(monkeypatch, tmp_path, capsys):
+    """`dspine bench --tune`, as on a Mac but for the clock; a target loaded after it has the kernels where they won."""
+    model, config = quantised()
+    folder = save_model(tmp_path / "model", model, config)
+    assert type(load_target(folder).model.model.layers[0].mlp.down_proj) is nn.QuantizedLinear
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda *device: {"device_name": DEVICE})
+    monkeypatch.setattr(tuning, "_ratio", lambda layer, shape, rows, picks, measure: 0.9 if rows in (3, 4) else 0.96)
+    monkeypatch.setattr(
+        "sys.argv", ["dspine", "bench", "--tune", "--backend", "mlx", "--device", "cpu", "--model", str(folder)]
+    )
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    shown = capsys.readouterr()
+    assert not leaving.value.code, shown.err
+    table, where = load_table(DEVICE)
+    assert (
+        table is not None and where == str(small_rows.table_path(DEVICE)) and where in "".join((shown.out + shown.err).split())
+    )
+    assert table.faster and all(rows == [3, 4] for rows in table.faster.values())
+    monkeypatch.setattr("dspine_mlx.targets.load.device_name", lambda: "metal")
+    layer = load_target(folder).model.model.layers[0].mlp.down_proj
+    assert type(layer) is SmallRowLinear and layer.kernel_rows == {3, 4}
 
 
 def test_tuning_needs_metal(monkeypatch):
