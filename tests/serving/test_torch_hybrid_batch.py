@@ -15,14 +15,14 @@ from dspine.common.gdn import gdn_commit
 from dspine.common.protocols import Engine
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.policies import StaticPolicy
-from dspine.common.serving.rounds import BatchRounds, measure_costs
+from dspine.common.serving.rounds import measure_costs
 from dspine_cuda import hybrid_cache, ops, serving_hybrid
 from dspine_cuda.drafter import load_drafter
 from dspine_cuda.serving import support
 from dspine_cuda.targets.load import load_target
 from tests.helpers.drafters import drafter_folder
 from tests.helpers.hybrids import save_hybrid
-from tests.serving.batches import FREE, PROMPTS, PrimedBatcher, make_loop, primed_loops, run_batched, texts_alone
+from tests.serving.batches import PROMPTS, PrimedBatcher, make_loop, make_rounds, primed_loops, run_batched, texts_alone
 
 FAMILIES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe"]
 BLOCK = 9
@@ -59,7 +59,7 @@ def blocks_of(widths):
 
 @pytest.mark.parametrize(
     ("joins", "leaves"),
-    [((), {}), ((0, 3, 5, 0), {}), ((0, 0, 2, 4), {1: 3, 0: 6})],
+    [((), {}), ((0, 3, 5, 0), {}), ((0, 0, 2, 6), {1: 3, 0: 6})],
     ids=["together", "one after another", "two are cancelled"],
 )
 def test_batched_text_is_the_text_alone(pair, joins, leaves):
@@ -233,7 +233,7 @@ def test_drafted_rows_share_one_length(pair):
         def propose(self, caches, anchors, requests):
             return batcher.propose(caches, anchors, requests)
 
-    rounds = BatchRounds(engine_of(target, drafter), Spy(), FREE)
+    rounds = make_rounds(engine_of(target, drafter), Spy())
     rounds.run(loops, [False, True, False, False])
     free = {seen[0][0], seen[0][2]}
     assert len(free) == 1 and free <= {2, 4, 8, BLOCK} and seen[0][1] == BLOCK and seen[0][3] == min(3, *free)
