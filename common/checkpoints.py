@@ -121,6 +121,8 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         for name in ("message", "receiver_gate", "predecessor_gate"):
             shapes[f"injection.{name}.weight"] = (message, rank)
         shapes["injection.bias"] = (message,)
+        if config.dspine.hops == 2:
+            shapes["injection.second"] = (message,)
     return shapes | head_tensors(config)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,13 @@ class DSpineConfig:
     replacement_hold_ratio: float = 1 / 6
     replacement_end_ratio: float = 1 / 3
     candidate_mass_threshold: float = 1e-4
+    hops: int = 1  # 2: rows also hear the token before their predecessor (`conditioning`)
+    refined_layers: int = 1  # 2: refinement writes the last two layers anew (`conditioning`)
+
+    def card(self) -> dict[str, Any]:
+        """As config.json holds it: what is beyond the article only where it is used."""
+        values = asdict(self)
+        return {k: v for k, v in values.items() if k not in ("hops", "refined_layers") or v != 1}
 
 
 @dataclass(frozen=True)
@@ -324,6 +331,12 @@ def _dspine(card: Card, hidden: int, folder: Path | None) -> DSpineConfig:
     if config.top_k < 1 or config.message_size < 1:
         raise card.error(
             f"dspine_config needs top_k and message_size of at least 1, got {config.top_k} and {config.message_size}"
+        )
+    layers = card.data.get("num_hidden_layers")
+    if config.hops not in (1, 2) or config.refined_layers not in (1, 2) or (config.refined_layers == 2 and layers == 1):
+        raise card.error(
+            f"dspine_config.hops and refined_layers must be 1 or 2 (2 refined layers need as many), got {config.hops} and "
+            f"{config.refined_layers}"
         )
     return config
 

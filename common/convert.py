@@ -187,7 +187,7 @@ def _card(source: Path, config: DrafterConfig, scheme: Scheme | None, forms: dic
     for key in ("quantization", "quantization_config", "auto_map"):
         card.pop(key, None)
     if config.dspine is not None:
-        card["dspine_config"] = asdict(config.dspine)
+        card["dspine_config"] = config.dspine.card()
         card["architectures"] = ["DSpineDraftModel"]
         card["dflash_config"] = {k: v for k, v in (card.get("dflash_config") or {}).items() if k != BRIDGE}
     card["dtype"] = "bfloat16"

@@ -105,6 +105,7 @@ class LeanInjection:
         self.gates = _stacked([injection.receiver_gate, injection.predecessor_gate, injection.message])
         self.bias = injection.bias.detach()
         self.size = self.bias.shape[0]
+        self.second = None if injection.second is None else injection.second.detach()
 
     def apply_(self, index: int, u: Tensor, anchor_code: Tensor) -> Tensor:
         """Write into rows 1.. of u [B, R, H] in place; anchor_code sqrt(r) C_x0 [B, r]."""
@@ -120,6 +121,9 @@ class LeanInjection:
             gates[:, :-1, -self.size :],
         )
         gated = torch.sigmoid(receiver + predecessor + self.bias).mul_(message)
+        if self.second is not None:  # what the predecessor heard; row 1's predecessor is the anchor, which hears nothing
+            again = torch.sigmoid(receiver[:, 1:] + predecessor[:, :-1] + self.bias).mul_(message[:, :-1])
+            gated[:, 1:].addcmul_(again, self.second)
         target = u[:, 1:]
         rms = torch.linalg.vector_norm(target.to(torch.float32), dim=-1, keepdim=True).mul_(hidden**-0.5).to(u.dtype)
         written = self.writes[index](gated.reshape(-1, self.size)).view(batch, rows - 1, hidden)
@@ -138,6 +142,7 @@ class LeanDraft:
         self.kv_heads, self.head_dim = self.layers[0].kv_heads, self.layers[0].head_dim
         self.injection = LeanInjection(model.injection) if model.injection is not None else None
         self.norm = _norm(model.norm)
+        self.keeps_two = model.config.dspine is not None and model.config.dspine.refined_layers == 2
         self.fc, self.hidden_norm = _single(model.fc, share), _norm(model.hidden_norm)
         keys = torch.stack([layer.self_attn.k_norm.weight.detach() for layer in layers])[:, None].expand(-1, self.kv_heads, -1)
         self.key_norm = make_norm(keys, layers[0].self_attn.k_norm.eps)
@@ -153,11 +158,16 @@ class LeanDraft:
     def block(
         self, embeddings: Tensor, cos: Tensor, sin: Tensor, attend: Attend, anchor_code: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """embeddings [B, R, H] -> (norm(h_L), u_L), both [B, R, H]; tables [R, 1, hd] at the rows' positions."""
-        h = pre = embeddings
+        """embeddings [B, R, H] -> (norm(h_L), u_L), both [B, R, H]; tables [R, 1, hd] at the rows' positions. With two refined
+        layers the second is [u_L, u_{L-1}], [B, R, 2H]."""
+        h = pre = earlier = embeddings
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            pre = h = layer.forward(index, h, cos, sin, attend)
+            earlier, pre = pre, layer.forward(index, h, cos, sin, attend)
+            h = pre
             if self.injection is not None and anchor_code is not None:
-                h = self.injection.apply_(index, h.clone() if index == last else h, anchor_code)
+                kept = index == last or (self.keeps_two and index == last - 1)
+                h = self.injection.apply_(index, h.clone() if kept else h, anchor_code)
+        if self.keeps_two:
+            pre = torch.cat([pre, earlier], dim=-1)
         return self.norm(h.reshape(-1, h.shape[-1])).view_as(h), pre

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspine.common.checkpoints import DraftTensors, check_pair, expected_tensors
+from dspine.common.conditioning import conditioned_scores, inject_hops
 from dspine.common.configs import DrafterConfig, load_drafter_config
 from dspine.common.errors import DSpineError
-from dspine.common.injection import InjectionWeights, inject
+from dspine.common.injection import InjectionWeights
 from dspine.common.mask_embedding import read_mask_embedding
 from dspine.common.proposing import make_proposal, own_scale, restricted, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
@@ -118,6 +119,7 @@ class Injection(nn.Module):
         self.receiver_gate = nn.Linear(rank, message, bias=False)
         self.predecessor_gate = nn.Linear(rank, message, bias=False)
         self.bias = nn.Parameter(torch.zeros(message))
+        self.second = nn.Parameter(torch.zeros(message)) if config.dspine.hops == 2 else None
 
     def layer(self, index: int) -> InjectionWeights:
         """The weights of one layer as the core's functions take them."""
@@ -133,7 +135,8 @@ class Injection(nn.Module):
 
 @dataclass(frozen=True)
 class BlockStates:
-    """hidden: norm(h_L); pre_injection: u_L of the last layer; layers: h_l of every layer where asked for; all [B, N, R, H]."""
+    """hidden: norm(h_L); pre_injection: u_L of the last layer; layers: h_l of every layer where asked for; all [B, N, R, H].
+    With two refined layers pre_injection is [u_L, u_{L-1}] side by side, [B, N, R, 2H]."""
 
     hidden: Tensor
     pre_injection: Tensor
@@ -188,7 +191,7 @@ class DrafterModel(nn.Module):
         anchor_code: Tensor | None = None,
         replacement: tuple[Tensor, Tensor] | None = None,
         collect: bool = False,
-        inject_with: Callable[..., Tensor] = inject,
+        inject_with: Callable[..., Tensor] = inject_hops,
     ) -> BlockStates:
         """All layers over the blocks.
 
@@ -199,7 +202,8 @@ class DrafterModel(nn.Module):
         has a traceable one).
         """
         h = embeddings
-        pre, collected = h, []
+        earlier = pre = h
+        collected = []
         for index, layer in enumerate(self.layers):
 
             def mix(normed: Tensor, index: int = index, layer: DraftLayer = layer) -> Tensor:
@@ -210,12 +214,15 @@ class DrafterModel(nn.Module):
                 return layer.self_attn.o_proj(mixed).view_as(normed)
 
             h = h + _around(layer.attention_conv, layer.input_layernorm(h), mix)
-            pre = h = h + _around(layer.mlp_conv, layer.post_attention_layernorm(h), layer.mlp)
+            earlier, pre = pre, h + _around(layer.mlp_conv, layer.post_attention_layernorm(h), layer.mlp)
+            h = pre
             if self.injection is not None:
                 replaced = replacement if index < self.config.dspine.replacement_layers else None  # type: ignore[union-attr]
-                h = inject_with(pre, anchor_code, self.injection.layer(index), replaced)
+                h = inject_with(pre, anchor_code, self.injection.layer(index), replaced, self.injection.second)
             if collect:
                 collected.append(h)
+        if self.config.dspine is not None and self.config.dspine.refined_layers == 2:
+            pre = torch.cat([pre, earlier], dim=-1)
         return BlockStates(self.norm(h), pre, collected)
 
     def refine(self, pre_injection: Tensor, predecessor_code: Tensor) -> Tensor:
@@ -289,9 +296,13 @@ class TorchDrafter:
         assert self.model.injection is not None
         codes = known_token(self.model.transfer_codes, candidates[:, :-1])
         first = anchor_code[:, None, None, :].expand(-1, 1, candidates.shape[-1], -1)
-        weights = self.model.injection.layer(self.config.num_layers - 1)
+        injection, last, norm = self.model.injection, self.config.num_layers - 1, self.model.norm
+        weights, codes = injection.layer(last), torch.cat([first, codes], dim=1)
         rows = self.target.head_rows(candidates)
-        return transition_scores(pre_injection, torch.cat([first, codes], dim=1), rows, weights, self.model.norm)
+        if self.config.dspine.hops == self.config.dspine.refined_layers == 1:  # type: ignore[union-attr]
+            return transition_scores(pre_injection, codes, rows, weights, norm)
+        earlier = injection.layer(last - 1) if self.config.dspine.refined_layers == 2 else None  # type: ignore[union-attr]
+        return conditioned_scores(pre_injection, anchor_code, codes, rows, weights, norm, injection.second, earlier)
 
     def _run(self, cache: DraftCache, anchor: Tensor) -> tuple[BlockStates, Tensor | None]:
         start, stop = cache.length, cache.length + self.config.query_rows

@@ -16,9 +16,10 @@ import mlx.core as mx
 from mlx import nn
 
 from dspine.common.checkpoints import DraftTensors, check_pair, expected_tensors
+from dspine.common.conditioning import conditioned_scores, inject_hops
 from dspine.common.configs import DrafterConfig, load_drafter_config
 from dspine.common.errors import DSpineError
-from dspine.common.injection import InjectionWeights, inject
+from dspine.common.injection import InjectionWeights
 from dspine.common.mask_embedding import read_mask_embedding
 from dspine.common.proposing import make_proposal, own_scale, restricted, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
@@ -107,6 +108,7 @@ class Injection(nn.Module):
         self.receiver_gate = nn.Linear(rank, message, bias=False)
         self.predecessor_gate = nn.Linear(rank, message, bias=False)
         self.bias = mx.zeros(message)
+        self.second = mx.zeros(message) if config.dspine.hops == 2 else None
 
     def layer(self, index: int) -> InjectionWeights:
         """The weights of one layer as the core's functions take them."""
@@ -122,7 +124,8 @@ class Injection(nn.Module):
 
 @dataclass(frozen=True)
 class BlockStates:
-    """hidden: norm(h_L); pre_injection: u_L of the last layer; layers: (u_l, h_l) of every layer where asked for; [B, R, H]."""
+    """hidden: norm(h_L); pre_injection: u_L of the last layer; layers: (u_l, h_l) of every layer where asked for; [B, R, H].
+    With two refined layers pre_injection is [u_L, u_{L-1}] side by side, [B, R, 2H]."""
 
     hidden: mx.array
     pre_injection: mx.array
@@ -192,19 +195,22 @@ class DrafterModel(nn.Module):
         sqrt(r) C_x0 [B, r] (DSpine); replacement as `injection.inject` takes it, in layers below `replacement_layers`.
         """
         parts = parts or Parts(False)
-        h = pre = embeddings
+        h = pre = earlier = embeddings
         codes = () if anchor_code is None else (anchor_code,)
         collected = []
         for index in range(len(self.layers)):
             entered = parts.run(("enter", index), lambda i=index: partial(self.enter, i), h, cos, sin)
             mixed, kernel = attend(index, *entered[:3]), entered[3:]
             replaced = replacement if self.injection is not None and index < self.config.dspine.replacement_layers else None  # type: ignore[union-attr]
+            earlier = pre
             if replaced is None:
                 pre, h = parts.run(("leave", index), lambda i=index: partial(self.leave, i), h, mixed, *kernel, *codes)
             else:
                 pre, h = self.leave(index, h, mixed, anchor_code, replaced)
             if collect:
                 collected.append((pre, h))
+        if self.config.dspine is not None and self.config.dspine.refined_layers == 2:
+            pre = mx.concatenate([pre, earlier], axis=-1)
         return BlockStates(self.norm(h), pre, collected)
 
     def enter(self, index: int, h: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, ...]:
@@ -239,7 +245,7 @@ class DrafterModel(nn.Module):
         pre = h + (inner if kernel is None else layer.mlp_conv.finish(inner, kernel))
         if self.injection is None:
             return pre, pre
-        return pre, inject(pre, extra, self.injection.layer(index), replacement)
+        return pre, inject_hops(pre, extra, self.injection.layer(index), replacement, self.injection.second)
 
     def context_rows(self, features: mx.array, cos: mx.array, sin: mx.array) -> list[mx.array]:
         """Context K/V of new tokens: features [B, T, F] -> k, v of layer 0, k, v of layer 1, ... [B, kv_heads, T, hd]."""
@@ -331,9 +337,13 @@ class MlxDrafter:
         assert self.model.injection is not None
         codes = known_token(self.model.transfer_codes, candidates[:, :-1])
         first = mx.broadcast_to(anchor_code[:, None, None, :], (codes.shape[0], 1, *codes.shape[2:]))
-        weights = self.model.injection.layer(self.config.num_layers - 1)
+        injection, last, norm = self.model.injection, self.config.num_layers - 1, self.model.norm
+        weights, codes = injection.layer(last), mx.concatenate([first, codes], axis=1)
         rows = self.target.head_rows(candidates)
-        return transition_scores(pre_injection, mx.concatenate([first, codes], axis=1), rows, weights, self.model.norm)
+        if self.config.dspine.hops == self.config.dspine.refined_layers == 1:
+            return transition_scores(pre_injection, codes, rows, weights, norm)
+        earlier = injection.layer(last - 1) if self.config.dspine.refined_layers == 2 else None
+        return conditioned_scores(pre_injection, anchor_code, codes, rows, weights, norm, injection.second, earlier)
 
     def run_block(self, cache: DraftCache, anchor: mx.array, collect: bool = False) -> tuple[BlockStates, mx.array | None]:
         """The backbone over [anchor, mask, ...] at positions length..length+R-1, and sqrt(r) C_x0 [B, r] (None in DFlash)."""

@@ -20,6 +20,7 @@ from benchmarks.paper import (
     f_sweeps,
     g_block_size,
     h_proposal_temperature,
+    i_beyond,
 )
 from benchmarks.paper.options import add_arguments, options_of
 from benchmarks.paper.report import text_of, write_report
@@ -28,7 +29,7 @@ from dspine.common.errors import DSpineError
 
 EXPERIMENTS = {
     m.EXPERIMENT.letter: m.EXPERIMENT
-    for m in (a_methods, b_ablation, c_supervision, e_timing, f_sweeps, g_block_size, h_proposal_temperature)
+    for m in (a_methods, b_ablation, c_supervision, e_timing, f_sweeps, g_block_size, h_proposal_temperature, i_beyond)
 }
 
 
@@ -36,13 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, then one report an experiment; what is not trained yet is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--only", default="a,b,c,d,e,f,g,h", help="letters, in the order in which their variants are trained")
+    parser.add_argument("--only", default="a,b,c,d,e,f,g,h,i", help="letters, in the order in which their variants are trained")
     parser.add_argument("--no-plot", action="store_true")
     args = parser.parse_args(arguments)
     options, letters = options_of(args), args.only.split(",")
     unknown = [letter for letter in letters if letter not in (*EXPERIMENTS, "d")]
     if unknown:
-        raise DSpineError(f"--only takes letters of a..h, got {', '.join(unknown)}")
+        raise DSpineError(f"--only takes letters of a..i, got {', '.join(unknown)}")
     wanted = [name for x in letters for name in (EXPERIMENTS[x].variants if x != "d" else d_readout.VARIANTS)]
     results = run_variants(list(dict.fromkeys(wanted)), options)
     heats = [f"{heat:g}" for heat in options.temperatures]

@@ -88,6 +88,9 @@ VARIANTS: dict[str, Variant] = {
         Variant("rank_64", ("model.transfer_rank=64", "model.message_size=64"), note="r = 64, a = 64"),
         Variant("rank_128", ("model.transfer_rank=128",), note="r = 128"),
         Variant("rank_576", ("model.transfer_rank=576",), note="r = 576, the whole hidden size"),
+        Variant("two_hop", ("model.hops=2",), note="messages from two tokens back as well"),
+        Variant("refine_two", ("model.refined_layers=2",), note="the last two layers are refined"),
+        Variant("two_hop_refine_two", ("model.hops=2", "model.refined_layers=2"), note="both"),
         *(_blocks(block) for block in (4, 12, 16, 24, 32)),
     )
 }

@@ -41,6 +41,8 @@ class ModelSection(_Section):
     transfer_rank: int = Field(256, ge=1)
     message_size: int = Field(128, ge=1)
     top_k: int = Field(16, ge=1)  # candidates of DSpine's walk and of DFlash2's selector
+    hops: Literal[1, 2] = 1  # beyond the article: 2 adds a message from two tokens back
+    refined_layers: Literal[1, 2] = 1  # beyond the article: 2 refines the last layer but one as well
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSection:
@@ -54,6 +56,10 @@ class ModelSection(_Section):
                 raise ValueError(f"{name} must be 0..{self.num_layers - 1}, got {list(layers)}")
         if self.injection_layers is not None and not self.injected:
             raise ValueError("injection_layers needs method dspine with injection")
+        if (self.hops, self.refined_layers) != (1, 1) and not self.injected:
+            raise ValueError("hops and refined_layers need method dspine with injection")
+        if self.refined_layers > self.num_layers:
+            raise ValueError("refined_layers is 2, but there is one layer")
         return self
 
     @property

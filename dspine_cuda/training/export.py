@@ -81,7 +81,7 @@ def drafter_card(config: DrafterConfig) -> dict[str, Any]:
         "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)},
     }
     if config.dspine is not None:
-        card["dspine_config"] = dataclasses.asdict(config.dspine)
+        card["dspine_config"] = config.dspine.card()
     card["dflash_config"] |= _own_settings(config)
     if config.dspark is not None:  # counts query rows
         card["block_size"] = config.query_rows

@@ -1,8 +1,8 @@
 """The drafter's training forward: many blocks of a packed row in one pass, on the modules of `dspine_cuda.drafter`.
 
-Injection and refinement are spelled here in plain torch: same equations as `common.injection` (a test compares them),
-but traceable by torch.compile, never dispatched to an inference kernel without gradients, and with finite gradients at
-zero (the derivative of a plain norm is not defined there).
+Injection and refinement are spelled here in plain torch: same equations as `common.injection` and `common.conditioning`
+(tests compare them), but traceable by torch.compile, never dispatched to an inference kernel without gradients, and with
+finite gradients at zero (the derivative of a plain norm is not defined there).
 """
 
 from __future__ import annotations
@@ -41,33 +41,74 @@ def readout(hidden: Tensor, weight: Tensor) -> Tensor:
     return (readout_unit(hidden, weight) * weight.shape[0] ** 0.5).to(hidden.dtype)
 
 
-def write_back(hidden: Tensor, receiver: Tensor, predecessor: Tensor, weights: InjectionWeights) -> Tensor:
-    """h = u + RMS(u) W (g * m)."""
+def gated_message(receiver: Tensor, predecessor: Tensor, weights: InjectionWeights) -> Tensor:
+    """g * m: [..., r] twice -> [..., a]."""
     gate = F.linear(receiver, weights.receiver_gate, weights.bias) + F.linear(predecessor, weights.predecessor_gate)
-    gated = torch.sigmoid(gate) * F.linear(predecessor, weights.message)
+    return torch.sigmoid(gate) * F.linear(predecessor, weights.message)
+
+
+def shifted(rows: Tensor, first: Tensor) -> Tensor:
+    """[first, row_1, ..., row_{M-1}] of rows [..., M, r], first [..., r]."""
+    return torch.cat([first.to(rows.dtype).unsqueeze(-2), rows[..., :-1, :]], dim=-2)
+
+
+def message_of(
+    receiver: Tensor, predecessor: Tensor, weights: InjectionWeights, second: Tensor | None, ordinary: Tensor | None = None
+) -> Tensor:
+    """g * m, and with `second` (s) that of the predecessor's own predecessor. `ordinary`: what rows hear without the known
+    tokens, where `predecessor` holds those; the second hop always reads it."""
+    gated = gated_message(receiver, predecessor, weights)
+    if second is None:
+        return gated
+    heard = predecessor if ordinary is None else ordinary
+    return gated + second * gated_message(receiver, shifted(heard, torch.zeros_like(heard[..., 0, :])), weights)
+
+
+def rms_of(hidden: Tensor) -> Tensor:
+    """RMS [..., 1] in the dtype of `hidden`, with a finite gradient at zero."""
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
     square = (wide * wide).mean(dim=-1, keepdim=True)
-    rms = torch.where(square > 0, torch.sqrt(torch.where(square > 0, square, 1.0)), 0.0).to(hidden.dtype)
-    return hidden + rms * F.linear(gated, weights.write)
+    return torch.where(square > 0, torch.sqrt(torch.where(square > 0, square, 1.0)), 0.0).to(hidden.dtype)
+
+
+def write_back(hidden: Tensor, gated: Tensor, weights: InjectionWeights) -> Tensor:
+    """h = u + RMS(u) W (g * m)."""
+    return hidden + rms_of(hidden) * F.linear(gated, weights.write)
 
 
 def inject_rows(
-    hidden: Tensor, anchor_code: Tensor, weights: InjectionWeights, replacement: tuple[Tensor, Tensor] | None = None
+    hidden: Tensor,
+    anchor_code: Tensor,
+    weights: InjectionWeights,
+    replacement: tuple[Tensor, Tensor] | None = None,
+    second: Tensor | None = None,
 ) -> Tensor:
-    """`common.injection.inject` in torch: hidden [B, N, 1+M, H], anchor_code [B, N, r]."""
+    """`common.conditioning.inject_hops` in torch: hidden [B, N, 1+M, H], anchor_code [B, N, r]."""
     z = readout(hidden[..., 1:, :], weights.readout)
-    predecessor = torch.cat([anchor_code.to(hidden.dtype).unsqueeze(-2), z[..., :-1, :]], dim=-2)
+    predecessor = shifted(z, anchor_code)
     if replacement is not None:
         mask, codes = replacement
         predecessor = torch.where(mask, codes.to(hidden.dtype), predecessor)
-    return torch.cat([hidden[..., :1, :], write_back(hidden[..., 1:, :], z, predecessor, weights)], dim=-2)
+    gated = message_of(z, predecessor, weights, second)
+    return torch.cat([hidden[..., :1, :], write_back(hidden[..., 1:, :], gated, weights)], dim=-2)
 
 
 def refine_rows(model: DrafterModel, pre_injection: Tensor, predecessor_code: Tensor) -> Tensor:
-    """norm(write(u_L; correct predecessor)): [B, N, M, H], [B, N, M, r] -> [B, N, M, H]."""
-    weights = model.injection.layer(model.config.num_layers - 1)  # type: ignore[union-attr]
-    receiver = readout(pre_injection, weights.readout)
-    return model.norm(write_back(pre_injection, receiver, predecessor_code.to(pre_injection.dtype), weights))
+    """norm(write(u_L; correct predecessor)): [B, N, M, H] (two refined layers: [u_L, u_{L-1}], 2H), codes [B, N, M, r] of the
+    correct predecessors, the anchor's first -> [B, N, M, H]. `common.conditioning.refined_rows` in torch."""
+    injection, last, size = model.injection, model.config.num_layers - 1, model.config.hidden_size
+    assert injection is not None
+    weights, code = injection.layer(last), predecessor_code.to(pre_injection.dtype)
+    hidden, before = pre_injection[..., :size], pre_injection[..., size:]
+    receiver = readout(hidden, weights.readout)
+    ordinary = shifted(receiver, code[..., 0, :])
+    gated = message_of(receiver, code, weights, injection.second, ordinary)
+    if before.shape[-1]:
+        earlier = injection.layer(last - 1)
+        own = readout(before, earlier.readout)
+        change = gated_message(own, code, earlier) - gated_message(own, shifted(own, code[..., 0, :]), earlier)
+        hidden = hidden + rms_of(before) * F.linear(change, earlier.write)
+    return model.norm(write_back(hidden, gated, weights))
 
 
 def codes_of(model: DrafterModel, tokens: Tensor) -> Tensor:

@@ -88,6 +88,8 @@ def drafter_config(config: TrainConfig, target: TargetShape, mask_token: int | N
             replacement_hold_ratio=schedule.replacement_hold_ratio,
             replacement_end_ratio=schedule.replacement_end_ratio,
             candidate_mass_threshold=config.loss.mass_threshold,
+            hops=model.hops,
+            refined_layers=model.refined_layers,
         )
     method = model.method if model.method != "dspine" or dspine is not None else "dflash"
     parts = _own_parts(config, target.hidden_size)
@@ -183,6 +185,11 @@ def _from_drafter(config: TrainConfig, shape: DrafterConfig, target: FrozenTarge
         raise DSpineError(f"model.start_from {folder}: another drafter ({'; '.join(wrong)}); set model.* to its shape")
     tensors, model = DraftTensors(folder, stored), new_model(config, shape)
     state = {name: torch.from_numpy(tensors.read(name).copy()) for name in expected_tensors(stored)}
+    if shape.dspine is not None and stored.dspine is not None:
+        if stored.dspine.hops > shape.dspine.hops:
+            raise DSpineError(f"model.start_from {folder}: a drafter of two hops cannot go on as one of one; set model.hops=2")
+        if stored.dspine.hops < shape.dspine.hops:  # a second hop of strength 0 is none: the start is the stored drafter
+            state["injection.second"] = torch.zeros(shape.dspine.message_size)
     model.load_state_dict(state, strict=True)
     basis = tensors.transfer_basis()
     space = None if basis is None else transfer_space_from(target.head_weight(), basis)

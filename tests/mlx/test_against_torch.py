@@ -18,10 +18,14 @@ torch_drafter = pytest.importorskip("dspine_cuda.drafter")
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+BEYOND = {"transfer_rank": 8, "message_size": 6, "top_k": 4}
 CASES = [
     ("dspine", {}),
     ("dspine", {"rope_scaling": YARN} | SLIDING),
     ("dspine", {"is_causal": True} | SLIDING),
+    ("dspine", {"dspine_config": BEYOND | {"hops": 2}}),
+    ("dspine", {"dspine_config": BEYOND | {"refined_layers": 2}}),
+    ("dspine", {"dspine_config": BEYOND | {"hops": 2, "refined_layers": 2}}),
     ("dflash", {"rope_scaling": YARN, "attention_bias": True}),
     ("dflash", SLIDING),
     ("dflash", {"is_causal": False} | SLIDING),
