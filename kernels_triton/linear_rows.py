@@ -41,7 +41,8 @@ def choose(columns: int, size: int, dtype: torch.dtype) -> Launch:
         chosen = Launch(32, 64, 4, 3, 0)
     else:
         chosen = Launch(16, 256) if columns <= 4608 else Launch(32, 128)
-    return replace(chosen, columns=programs_of(columns, chosen.columns), step=programs_of(size, chosen.step))
+    columns, step = (programs_of(min(n, 512), least) for n, least in ((columns, chosen.columns), (size, chosen.step)))
+    return replace(chosen, columns=columns, step=step)
 
 
 @triton.jit

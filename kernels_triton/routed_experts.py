@@ -53,8 +53,9 @@ INNER, OUTER = Launch(16, 128, 4, 4), Launch(64, 128, 4, 4)
 
 
 def whole(chosen: Launch, columns: int, size: int) -> Launch:
-    """`chosen`, or one program for everything where the interpreter runs."""
-    return replace(chosen, columns=programs_of(columns, chosen.columns), step=programs_of(size, chosen.step))
+    """`chosen`, or larger programs where the interpreter runs."""
+    columns, step = (programs_of(min(n, 512), least) for n, least in ((columns, chosen.columns), (size, chosen.step)))
+    return replace(chosen, columns=columns, step=step)
 
 
 @triton.jit
