@@ -142,7 +142,7 @@ def phase_steps(round_: StaticRound, lengths: Sequence[int], drafting: bool) -> 
     for w in lengths:
         steps.add(("stage 1", w), lambda w=w: round_.resume(w) if split else round_.forward(w))
         steps.add(("accept", w), lambda w=w: round_.accept(w))
-        steps.add(("commit", w), lambda w=w: round_.commit(w, drafting))
+        steps.add(("commit", w), lambda: round_.commit(drafting))
     return steps
 
 
@@ -305,7 +305,7 @@ class LengthSteps:
         self.steps.add("anchor", round_.anchor_only)
         for w in lengths:
             self.steps.add(("verify", w), lambda w=w: round_.forward(w))
-            self.steps.add(("rest", w), lambda w=w: (round_.accept(w), round_.commit(w)))
+            self.steps.add(("rest", w), lambda w=w: (round_.accept(w), round_.commit()))
             self.steps.add(("round", w), lambda w=w: self._whole(round_, w))
         tokens = torch.tensor([list(prompt)], device=arena.device)
         with torch.inference_mode():

@@ -32,6 +32,7 @@ _TRITON_KERNELS = (
     "pick_experts",
     "routed_experts",
     "select_length",
+    "settle_round",
     "sigmoid_mul",
     "silu_mul",
     "transition_scores",

@@ -11,12 +11,13 @@ from dspine.common.parity.backends import Value
 from dspine.common.parity.checks import SINGLE, Check, generator
 from dspine.common.parity.draft_checks import middle_of_draw
 from dspine.common.selection.lengths import ENTROPY_EPS, LengthTables
+from dspine.common.settling import REPORT_HEAD, Counters
 
 MARGIN = 1e-4  # decisions whose two sides lie closer than this are not asked for: rounding may take either
 
 
 def checks(scaled: bool) -> Iterator[Check]:
-    """Every check of selection, correction and acceptance."""
+    """Every check of selection, correction, acceptance and the end of a round."""
     for name, batch, drafts, experts in (
         ("B=1 M=15 8/256", 1, 15, 256),
         ("B=4 M=7 8/64", 4, 7, 64),
@@ -35,6 +36,9 @@ def checks(scaled: bool) -> Iterator[Check]:
         for family in ("random", "all-accepted", "none-accepted", "limits"):
             yield _greedy_check(name, batch, count, size, family)
             yield _point_mass_check(name, batch, count, size, family)
+    for batch, rows, w in ((1, 16, 16), (3, 16, 5), (7, 8, 8), (2, 1, 1), (3, 5, 1)):
+        for family in ("random", "stops", "budgets", "idle"):
+            yield _settle_check(batch, rows, w, family)
 
 
 def _key(*parts: Any) -> np.random.Generator:
@@ -284,5 +288,71 @@ def _point_mass_check(name: str, batch: int, count: int, vocab: int, family: str
         run=_run_accept("accept_point_mass"),
         expect=_expect_point_mass,
         kinds={"accepted": "exact", "next_token": "exact"},
+        dtypes=SINGLE,
+    )
+
+
+def _settle_inputs(batch: int, rows: int, w: int, family: str) -> tuple[Any, ...]:
+    rng = _key("settle", batch, rows, w, family)
+    block, stops = rng.integers(0, 50, size=(batch, rows)), np.full(16, -1)
+    accepted, token = rng.integers(0, w, size=batch), rng.integers(0, 50, size=batch)
+    remaining = rng.integers(w, 40, size=batch)
+    if family == "stops":  # two of the tokens that stand in the blocks, the token behind the drafts too
+        stops[:3] = (block[0, -1], block[-1, 0], token[0])
+    elif family == "budgets":
+        remaining = rng.integers(0, w + 1, size=batch)
+    elif family == "idle":
+        remaining[:] = 0
+    counters = Counters(
+        *(Value(x, "int") for x in (rng.integers(0, 99, batch), token + 50, remaining, rng.integers(1, 9, batch)))
+    )
+    report = Value(rng.integers(0, 9, size=(batch, REPORT_HEAD + 2 * rows)), "int")
+    finite = Value(rng.integers(0, 2, size=batch), "int")
+    return *(Value(x, "int") for x in (accepted, token, block)), finite, counters, Value(stops, "int"), report, w
+
+
+def _run_settle(call: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    found = call("settle_round", *args)
+    return {"m": found.m, "before": found.before, "report": found.report, **vars(found.counters)}
+
+
+def _expect_settle(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    """Token by token."""
+    accepted, token, block, finite, counters, stops, report, w = args
+    found = {name: x.copy() for name, x in vars(counters).items()} | {
+        "report": report.copy(),
+        "before": counters.lengths.copy(),
+    }
+    found["m"] = np.zeros_like(accepted)
+    rows = block.shape[1]
+    for b, count in enumerate(accepted):
+        row = [*block[b, 1 : count + 1], *[token[b]] * (w - count)]
+        left = int(counters.remaining[b])
+        emitted, stopped = 0, False
+        while emitted <= count and emitted < left and not stopped:
+            stopped = row[emitted] in stops
+            emitted += 1
+        found["m"][b] = emitted
+        found["report"][b, :REPORT_HEAD] = (emitted, count, min(left, w), finite[b])
+        found["report"][b, REPORT_HEAD : REPORT_HEAD + rows] = block[b]
+        found["report"][b, REPORT_HEAD + rows : REPORT_HEAD + rows + w] = row
+        found["lengths"][b] += emitted
+        found["generated"][b] += emitted
+        found["remaining"][b] = 0 if stopped else left - emitted
+        if emitted:
+            found["anchor"][b] = row[emitted - 1]
+    return found
+
+
+def _settle_check(batch: int, rows: int, w: int, family: str) -> Check:
+    names = ("m", "before", "report", "lengths", "anchor", "remaining", "generated")
+    return Check(
+        op="settle_round",
+        shape=f"B={batch} W={rows} w={w}",
+        family=family,
+        build=lambda: _settle_inputs(batch, rows, w, family),
+        run=_run_settle,
+        expect=_expect_settle,
+        kinds=dict.fromkeys(names, "exact"),
         dtypes=SINGLE,
     )

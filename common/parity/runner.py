@@ -21,6 +21,7 @@ from dspine.common import (
     linear_rows,
     norms,
     quantized_rows,
+    settling,
     signals,
     transition,
 )
@@ -59,6 +60,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         lengths.correct_length,
         acceptance.accept_greedy,
         acceptance.accept_point_mass,
+        settling.settle_round,
         attention.attention_inputs,
         attention.block_attention,
         norms.add_rms_norm,

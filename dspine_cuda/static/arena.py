@@ -18,6 +18,7 @@ from torch import Tensor
 from dspine.common.errors import DSpineError
 from dspine.common.gdn import MAX_TOKENS, GdnFactors, gdn_commit
 from dspine.common.gdn_rounds import GdnKept
+from dspine.common.settling import REPORT_HEAD, Counters
 from dspine_cuda.caches import KEY_TILE, KVCache
 from dspine_cuda.draft_cache import DraftCache
 from dspine_cuda.hybrid_cache import HybridCache
@@ -25,7 +26,6 @@ from dspine_cuda.hybrid_cache import HybridCache
 GIB = 2**30
 STOP_IDS = 16  # stop tokens that the device compares with
 UNIFORM_LANES = 3
-REPORT_HEAD = 4  # emitted, accepted, verified, finite; then the verified block and the emitted tokens
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class Arena:
         if drafter is not None:
             self.draft_cache = DraftCache(drafter.config, shape.capacity, self.dtype, self.device, batch)
         self.lengths, self.anchor, self.remaining, self.generated, self.pending_m = (self._ints(batch) for _ in range(5))
+        self.counters = Counters(self.lengths, self.anchor, self.remaining, self.generated)
         self.nominal, self.upper, self.chosen = (self._ints(batch) for _ in range(3))
         self.stops = torch.full((STOP_IDS,), -1, dtype=torch.int32, device=self.device)
         self.uniforms = torch.zeros((batch, shape.tokens + rows, UNIFORM_LANES), device=self.device)

@@ -18,7 +18,7 @@ from dspine_cuda.targets.dense import DenseLayer, DenseTarget
 
 @dataclass(frozen=True)
 class StaticOutput:
-    """logits float32 [B, w, V]; features [B, w, F] or None."""
+    """logits [B, w, V], float32 or the model's dtype; features [B, w, F] or None."""
 
     logits: Tensor
     features: Tensor | None
@@ -59,7 +59,7 @@ class StaticDense:
         rows = where.batch * w
         shape = (where.batch, w, -1)
         features = torch.cat([outputs[i][:rows] for i in target.taps], dim=-1).view(shape) if target.taps else None
-        return StaticOutput(target.head(normed)[:rows].view(shape), features)
+        return StaticOutput(target._head(normed)[:rows].view(shape), features)  # greedy acceptance needs no wider copy
 
     def commit(self, m: Tensor) -> None:
         """K/V rows behind the new length are scratch; the lengths are the round's business."""

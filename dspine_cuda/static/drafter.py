@@ -79,13 +79,13 @@ class StaticDrafter:
             else:
                 pre = update.add_(residual)
                 entry, normed = self._inject(index, pre, where, code, norm)
-        return normed, torch.cat([pre, earlier], dim=-1) if getattr(lean, "keeps_two", False) else pre
+        return normed, torch.cat([pre, earlier], dim=-1) if lean.keeps_two else pre
 
     def _inject(self, index: int, pre: Tensor, where: Where, code: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """(h, its norm) of u [N, H]."""
         injection, weights = self.drafter.lean.injection, self.injections[index]
         block = (where.batch, where.count, -1)
-        if getattr(injection, "second", None) is not None:  # two hops: the eager steps
+        if injection.second is not None:  # two hops: the eager steps
             return add_rms_norm(injection.apply_(index, pre.clone().view(block), code).view(pre.shape), None, norm)
         gated = injection_messages(injection.readouts[index](pre).view(block), code, weights)
         return injection_write(pre, gated.view(pre.shape[0], -1), weights.write, norm)  # type: ignore[return-value]
@@ -103,10 +103,10 @@ class StaticDrafter:
         normed, after = _prepared(layer.mlp_conv, normed, block)
         return residual, _finished(layer.mlp_conv, layer.down(silu_mul(layer.gate_up(normed))), after, block)
 
-    def commit(self, features: Tensor, m: Tensor) -> None:
-        """Context K/V of the first m int32 [B] of features [B, w, F], behind the committed tokens: before lengths move."""
+    def commit(self, features: Tensor, m: Tensor, lengths: Tensor) -> None:
+        """Context K/V of the first m int32 [B] of features [B, w, F], behind `lengths` int32 [B] committed tokens."""
         batch, count = features.shape[:2]
-        lean, where = self.drafter.lean, Where(self.arena.lengths, m, self.cos, self.sin, count)
+        lean, where = self.drafter.lean, Where(lengths, m, self.cos, self.sin, count)
         flat = features.reshape(batch * count, -1).to(self.stores[0].dtype)
         rows = lean.context_kv(lean.hidden_norm(lean.fc(flat)))
         rows = rows.view(batch, count, len(lean.layers), 2 * lean.kv_heads, lean.head_dim)

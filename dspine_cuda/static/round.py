@@ -18,7 +18,8 @@ from dspine.common.errors import DSpineError
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.sampling import ACCEPT, DRAFT, DRAW, SamplingParams, sample_index, token_probabilities
 from dspine.common.selection.lengths import LengthTables, correct_length, select_length
-from dspine_cuda.static.arena import REPORT_HEAD, Arena
+from dspine.common.settling import REPORT_HEAD, Settled, settle_round
+from dspine_cuda.static.arena import Arena
 from dspine_cuda.static.dense import StaticDense, StaticOutput
 from dspine_cuda.static.drafter import StaticDrafter
 from dspine_cuda.static.hybrid import StaticHybrid, StaticStage, save_stage, saved_stage
@@ -67,7 +68,7 @@ class StaticRound:
         self._stage: StaticStage | None = None  # room between a graph of `begin` and one of `finish`
         self._drawn: tuple[Tensor | None, Tensor] | None = None  # (candidates, q) of drawn drafts
         self.output: StaticOutput | None = None  # of the newest target step
-        self._accepted: tuple[Verdict, Tensor, Tensor, Tensor] | None = None  # verdict, m, emitted, live; for `commit`
+        self._settled: Settled | None = None  # by the newest `accept`, for `commit`
 
     # -- the parts ---------------------------------------------------------------------------------------------------------
 
@@ -134,13 +135,13 @@ class StaticRound:
         """`resume`, acceptance and commit."""
         self.resume(w)
         self.accept(w)
-        self.commit(w)
+        self.commit()
 
     def verify(self, w: int, drafting: bool = True) -> None:
         """`forward`, acceptance and commit. drafting: the drafter's context goes on too."""
         self.forward(w)
         self.accept(w)
-        self.commit(w, drafting)
+        self.commit(drafting)
 
     # -- whole rounds of a known length ------------------------------------------------------------------------------------
 
@@ -161,28 +162,32 @@ class StaticRound:
     # -- acceptance and commit ---------------------------------------------------------------------------------------------
 
     def accept(self, w: int) -> None:
-        """The verdict about the newest output of w tokens, and what is emitted."""
+        """The verdict about the newest output of w tokens; counters and report go on by what it emits."""
         assert self.output is not None
-        live = self.live(w)
-        draft = self.arena.block[:, 1:w]
-        limit = (live - 1).clamp(min=0) * self.arena.finite.to(torch.int32)
+        arena = self.arena
+        draft = arena.block[:, 1:w]
+        limit = torch.where(arena.finite, (arena.remaining - 1).clamp(min=0, max=w - 1), 0)
         verdict = self._judge(self.output.logits, draft, limit)
-        self._accepted = verdict, *self._emit(verdict, draft, live, w), live
+        self._settled = settle_round(
+            verdict.accepted, verdict.next_token, arena.block, arena.finite, arena.counters, arena.stops, arena.report, w
+        )
+        kept = (*vars(arena.counters).values(), arena.report)
+        for place, new in zip(kept, (*vars(self._settled.counters).values(), self._settled.report), strict=True):
+            if new.data_ptr() != place.data_ptr():  # the core's own code writes nothing in place
+                place.copy_(new)
 
-    def commit(self, w: int, drafting: bool = True) -> None:
-        """Caches, lengths and the report go on by what was accepted."""
-        assert self.output is not None and self._accepted is not None
-        verdict, m, emitted, live = self._accepted
+    def commit(self, drafting: bool = True) -> None:
+        """Caches go on by what was accepted."""
+        assert self.output is not None and self._settled is not None
         if drafting and self.drafter is not None and self.output.features is not None:
-            self.drafter.commit(self.output.features, m)
-        self.target.commit(m)
-        self._advance(verdict, m, emitted, live, w)
+            self.drafter.commit(self.output.features, self._settled.m, self._settled.before)
+        self.target.commit(self._settled.m)
 
     def _judge(self, logits: Tensor, draft: Tensor, limit: Tensor) -> Verdict:
         rules, count = self.rules, draft.shape[1]
         if rules.rule == "greedy":
             return accept_greedy(logits, draft, limit)
-        p = token_probabilities(logits, rules.sampling)
+        p = token_probabilities(logits.to(torch.float32), rules.sampling)
         draw = self._uniforms(count + 1, DRAW)
         if count == 0:
             return Verdict(torch.zeros_like(limit), sample_index(p[:, 0], draw[:, 0]))
@@ -193,31 +198,6 @@ class StaticRound:
         if candidates is None:
             return accept_rejection_dense(p, draft, limit, q[:, :count], accept, draw)
         return accept_rejection(p, draft, limit, candidates[:, :count], q[:, :count], accept, draw)
-
-    def _emit(self, verdict: Verdict, draft: Tensor, live: Tensor, w: int) -> tuple[Tensor, Tensor]:
-        """(m int32 [B] tokens that are emitted and committed, the tokens int32 [B, w]): cut at a stop token and the budget."""
-        accepted, token = verdict.accepted[:, None], verdict.next_token.to(torch.int32)[:, None]
-        index = torch.arange(w, dtype=torch.int32, device=live.device)
-        row = torch.cat((draft, draft.new_zeros((draft.shape[0], 1))), dim=1)
-        emitted = torch.where(index < accepted, row, token)
-        ends = (emitted[:, :, None] == self.arena.stops).any(dim=-1) & (index <= accepted)
-        first = torch.where(ends, index, w).amin(dim=1)  # the first stop token; w: there is none
-        m = torch.minimum(torch.minimum(verdict.accepted + 1, first + 1), live).to(torch.int32)
-        self._stopped = (first < m) & (live > 0)
-        return m, emitted
-
-    def _advance(self, verdict: Verdict, m: Tensor, emitted: Tensor, live: Tensor, w: int) -> None:
-        """The report, then lengths, anchor and budget move on."""
-        arena, rows = self.arena, self.rows
-        head = torch.stack((m, verdict.accepted.to(torch.int32), live, arena.finite.to(torch.int32)), dim=1)
-        arena.report[:, :REPORT_HEAD].copy_(head)
-        arena.report[:, REPORT_HEAD : REPORT_HEAD + rows].copy_(arena.block)
-        arena.report[:, REPORT_HEAD + rows : REPORT_HEAD + rows + w].copy_(emitted)
-        last = emitted.gather(1, (m - 1).clamp(min=0).to(torch.int64)[:, None])[:, 0]
-        arena.anchor.copy_(torch.where(m > 0, last, arena.anchor))
-        arena.lengths.add_(m)
-        arena.generated.add_(m)
-        arena.remaining.copy_(torch.where(self._stopped, 0, arena.remaining - m))
 
     def _uniforms(self, count: int, lane: int) -> Tensor:
         """Uniforms of the next `count` output positions, float32 [B, count]."""

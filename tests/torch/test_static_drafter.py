@@ -17,6 +17,8 @@ from tests.helpers.models import one_thread, prompt, save_tiny  # noqa: E402
 WIDTH, PAST = 6, 9
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
 CASES = [*((kind, {}) for kind in KINDS), ("dspine", SLIDING), ("dflash", SLIDING)]
+BEYOND = {"transfer_rank": 8, "message_size": 6, "top_k": 4}
+CASES += [("dspine", {"dspine_config": BEYOND | more}) for more in ({"hops": 2}, {"refined_layers": 2})]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -73,7 +75,7 @@ def test_states_and_context_are_the_eager_ones(target, tmp_path, kind, changes):
             alone = drafter.proposal(states[slot], code[slot], anchors[slot : slot + 1], DraftRequest(signals=True))
             assert proposal.tokens[slot].tolist() == alone.tokens[0].tolist()
         block = torch.randn(2, WIDTH, width, generator=generator)
-        static.commit(block, torch.tensor(counts, dtype=torch.int32))
+        static.commit(block, torch.tensor(counts, dtype=torch.int32), arena.lengths)
         arena.lengths += torch.tensor(counts, dtype=torch.int32)
         for slot, (cache, count) in enumerate(zip(caches, counts, strict=True)):
             if count:
