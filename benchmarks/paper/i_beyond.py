@@ -1,7 +1,7 @@
 """(i) Beyond the article: messages from two tokens back, refinement of the last two layers, and both; at equal steps.
 
-Beside tau stands what each costs: a draft, and a step of training, over DSpine's own. Timings compare only where variants ran one
-at a time on a device.
+Beside tau stands what each costs: a draft, and a step of training, over DSpine's own. Timings compare only where variants
+ran one at a time on a device.
 
 python -m benchmarks.paper.i_beyond --data SHARDS --prompts EVAL --out OUT --set schedule.max_steps=1500
 """
