@@ -28,7 +28,7 @@ def golden_model_target(case: str) -> SimpleNamespace:
     arrays = {name: torch.from_numpy(array).cuda() for name, array in golden_target(case).items()}
     embed, head = arrays["embed_tokens"], arrays["lm_head"]
     return SimpleNamespace(
-        info=TargetInfo("golden", "toy", 8, 64, 128, 512, frozenset(), "float32", "cuda", "toy"),
+        info=TargetInfo("golden", "toy", 8, embed.shape[1], 128, 512, frozenset(), "float32", "cuda", "toy"),
         embed=lambda ids: embed[ids],
         head=lambda hidden: hidden @ head.T,
         head_rows=lambda ids: head[ids],
@@ -62,6 +62,26 @@ def test_dspine_goldens(tmp_path):
         scores = drafter.transition(states.pre_injection[:, 0, 1:], code, candidates)
         assert_golden(scores[0].detach().cpu(), io["transition_scores"][b], "transition scores")
         assert_golden(drafter.propose(cache, ids, DraftRequest()).tokens[0].cpu(), io["greedy_path"][b], "greedy path")
+
+
+@pytest.mark.parametrize("case", ["dflash2", "domino_shift", "domino_noshift", "dspark_vanilla", "dspark_gated", "dspark_rnn"])
+def test_family_goldens(case, tmp_path):
+    """Hidden states within 1e-5 and the same greedy drafts as the authors' code; confidences of DSpark too."""
+    drafter, io = load_drafter(golden_folder(case, tmp_path), golden_model_target(case)), golden_arrays(case)
+    one = "anchors" not in io  # a single round over all features
+    anchors, starts = (io["anchor"], [len(io["features"])]) if one else (io["anchors"], io["starts"])
+    want = io["greedy_path"] if case == "dflash2" else io["proposals"]
+    cache, done = drafter.make_cache(64), 0
+    for r, start in enumerate(starts):
+        drafter.commit(cache, torch.from_numpy(io["features"][None, done:start]).cuda())
+        done, anchor = int(start), torch.from_numpy(anchors[r : r + 1]).long().cuda()
+        with torch.inference_mode():
+            states, _ = drafter._run(cache, anchor)
+            proposal = drafter.propose(cache, anchor, DraftRequest(signals=True))
+        assert_golden(states.hidden[0, 0].cpu(), io["hidden"] if one else io["hidden"][r], "hidden")
+        assert_golden(proposal.tokens[0].cpu(), want if one else want[r], "greedy drafts")
+        if case.startswith("dspark"):
+            assert_golden(proposal.confidence[0].cpu(), io["confidence"][r], "confidence")
 
 
 def assert_same_or_tie(target: Any, got: list[int], want: list[int], prompt: list[int]) -> None:
