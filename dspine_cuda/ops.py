@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dspine.common import arrays, attention, gating, gdn, norms, signals, transition
-from dspine.common.registry import register_device, register_kernel
+from dspine.common.registry import register_device, register_kernel, registered_kernel
 from dspine_cuda import cpu_gdn, cpu_ops
 
 _TRITON_KERNELS = (
@@ -39,6 +39,8 @@ _TRITON_KERNELS = (
 )
 _LOW_WORD = 0xFFFFFFFF
 _LOOKED_AT = 4  # times k values that `top_k_cpu` looks at
+_ONE_PASS = 16  # most values that the kernel of `draft_signals` finds for `top_k`: a program is compiled for every k
+_LARGE = 4096  # entries from which on its two launches are fewer than those over keys
 _KEYED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -68,6 +70,15 @@ def top_k_cpu(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[..., :k], ids.gather(-1, order[..., :k])
 
 
+def top_k_cuda(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`top_k` of a vocabulary by the kernel of `draft_signals`: one pass, the same order of ties."""
+    kernel = registered_kernel(signals.draft_signals.__name__, "torch", "cuda")
+    if kernel is None or k > _ONE_PASS or x.shape[-1] < _LARGE or not kernel.supports(x, k):  # type: ignore[misc]
+        return top_k(x, k)
+    ids = kernel.function(x, k).ids
+    return x.gather(-1, ids), ids
+
+
 def _supports_top_k(x: Tensor, k: int) -> bool:
     return x.dtype in _KEYED and 0 < k <= x.shape[-1]
 
@@ -75,7 +86,7 @@ def _supports_top_k(x: Tensor, k: int) -> bool:
 def register() -> None:
     """Tell the core about torch's devices and kernels (idempotent)."""
     register_device("torch", lambda array: array.device.type)
-    for device, function in (("cpu", top_k_cpu), ("cuda", top_k)):
+    for device, function in (("cpu", top_k_cpu), ("cuda", top_k_cuda)):
         name = arrays.top_k.__name__
         register_kernel(
             name, namespace="torch", device=device, function=function, name="torch.topk over keys", supports=_supports_top_k

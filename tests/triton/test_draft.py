@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspine.common import acceptance, injection, signals, transition
+from dspine.common import acceptance, arrays, injection, signals, transition
 from dspine.common.injection import InjectionWeights
 from dspine.common.norms import RMSNorm
 from dspine.kernels_triton import accept, draft_signals, injection_gate, injection_write, path_walk, transition_scores
+from dspine_cuda import ops
 
 
 def weights(device: str, hidden: int = 40, rank: int = 24, size: int = 12) -> InjectionWeights:
@@ -62,6 +63,17 @@ def test_walks_of_a_drafter_without_rows(device):
     codes, rows = torch.empty(0, 3, 4, 24, device=device), torch.empty(0, 3, 4, 40, device=device)
     norm = RMSNorm(torch.ones(40, device=device), 1e-6)
     assert transition_scores.transition_scores(empty, codes, rows, weights(device), norm).shape == (0, 3, 4, 4)
+
+
+@pytest.mark.parametrize(("size", "k"), [(5000, 16), (5000, 17), (4095, 3)])
+def test_candidates_of_a_vocabulary(device, size, k):
+    """`top_k` on CUDA: the kernel of the signals, or keys; of equal values the lower id first, values as they are."""
+    draft_signals.register()
+    x = torch.randint(-40, 40, (3, size), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    x[1, 4000:] = float("-inf")
+    values, ids = ops.top_k_cuda(x.to(device), k)
+    want, places = arrays.top_k.reference(x, k)
+    assert values.dtype == torch.bfloat16 and torch.equal(values.cpu(), want) and torch.equal(ids.cpu(), places)
 
 
 def test_signals_where_parts_of_the_vocabulary_are_masked(device):
