@@ -10,7 +10,7 @@ import numpy as np
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 TOLERANCE = 1e-5  # max|a - b| / max|b|, array by array: issue of every golden, in float32
-ERRORS: list[tuple[str, float]] = []  # (name, relative error) of every array compared, for `tests/goldens/measure.py`
+ERRORS: list[tuple[str, float]] = []  # (name, relative error) of every array compared, for `tests/goldens/make/measure.py`
 
 WEIGHTS_OF = {
     "dspine_sliding": "dspine",

@@ -1,6 +1,6 @@
 """How far each runtime is from the authors' code, golden by golden: the table of `docs/checkpoints.md`.
 
-    python -m tests.goldens.measure
+    python -m tests.goldens.make.measure
 
 Runs the golden tests and collects every comparison they make. The error of an array is max|a - b| / max|b|, in float32; the
 table shows the largest one of a case, of its logits (or scores) and of everything else. Exit code 1 where a test fails.
@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.goldens import ERRORS, TOLERANCE, WEIGHTS_OF
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "torch": ("torch/test_drafter_goldens.py", "torch/test_family_goldens.py"),
     "MLX": ("mlx/test_drafter_goldens.py", "mlx/test_family_goldens.py"),
