@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import linear_rows as core
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, contiguous, multiply, narrow, overlaps, power_of_2, programs_of
+from dspine.kernels_triton._launch import FLOATS, contiguous, fetch, multiply, narrow, overlaps, power_of_2, programs_of
 
 MAX_ROWS, ROWS = 64, 16
 ALIGNED = 16  # elements: rows of the result begin at multiples of it, so that what follows may load them 16 bytes at a time
@@ -46,14 +46,6 @@ def choose(columns: int, size: int, dtype: torch.dtype) -> Launch:
 
 
 @triton.jit
-def _fetch(address):
-    """Ask the second-level cache for the line at each address."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _linear_rows_kernel(
     x, weight, out, rows, columns, size, out_stride,
     BO: tl.constexpr, BK: tl.constexpr, SIZE_PAD: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
@@ -65,7 +57,7 @@ def _linear_rows_kernel(
         gdc_launch_dependents()
         if FETCH > 0:
             line = tl.arange(0, FETCH // 64) * 64  # 128 bytes of bfloat16
-            _fetch((base[:, None] + tl.minimum(line, size - 1)[None, :]).to(tl.int64))
+            fetch(base[:, None] + tl.minimum(line, size - 1)[None, :])
         gdc_wait()
     total = tl.zeros([16, BO], tl.float32)
     for start in range(0, SIZE_PAD, BK):

@@ -6,6 +6,9 @@ and then for every token that does: 16 rows whatever N is, so a token's numbers 
 Which rows those are is read off the picks themselves; there is no sorting and no host read. The last row of programs is the
 shared expert's, for all tokens. The sums over a token's experts run in the order of its picks, the shared one last: the
 result is deterministic.
+
+The first launch lets the second begin once it has the picks itself: so the second reads the picks, and asks the cache for its
+weights, while the first still runs.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from dspine.kernels_triton import _launch
 from dspine.kernels_triton._launch import (
     FLOATS,
     contiguous,
+    fetch,
     multiply,
     multiply_terms,
     narrow,
@@ -40,12 +44,14 @@ LARGEST_ROW = 16384  # of the last launch: one program holds a row
 
 @dataclass(frozen=True)
 class Launch:
-    """columns: outputs of a program; step: inputs it reads at a time; stages: of the pipeline."""
+    """columns: outputs of a program; step: inputs it reads at a time; stages: of the pipeline; fetch: inputs of each column
+    that the second launch asks for before it waits (0: none)."""
 
     columns: int
     step: int
     num_warps: int
     stages: int
+    fetch: int = 512
 
 
 # One token's 8 experts of Qwen3.6-35B-A3B: 256 and 288 programs of 24 and 48 KiB in flight each
@@ -61,11 +67,11 @@ def whole(chosen: Launch, columns: int, size: int) -> Launch:
 @triton.jit
 def _rows_of(picks, pair, tokens, k, K_PAD: tl.constexpr):
     """Of the pair's expert: (expert, whether this pair is the first with it, tokens [16] that picked it, at which place)."""
-    expert = tl.load(picks + pair)
+    expert = tl.load(picks + pair, cache_modifier=".cg")  # past the first-level cache, which an early start may find stale
     token, place = tl.arange(0, 16), tl.arange(0, K_PAD)
     at = token[:, None] * k + place[None, :]
     inside = (token < tokens)[:, None] & (place < k)[None, :]
-    same = inside & (tl.load(picks + at, mask=inside, other=-1) == expert)
+    same = inside & (tl.load(picks + at, mask=inside, other=-1, cache_modifier=".cg") == expert)
     first = tl.min(tl.min(tl.where(same, at, 16 * K_PAD), 1), 0)
     return expert, first == pair, tl.max(same.to(tl.int32), 1) > 0, tl.sum(tl.where(same, place[None, :], 0), 1)
 
@@ -78,8 +84,8 @@ def _inner_kernel(
 ):  # fmt: skip
     """hidden[n, j, :] = silu(gate) * up of the pair (n, j), and shared_hidden[n, :] of the shared expert's products."""
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # not before: whoever starts now finds the picks
     pair = tl.program_id(1)
     token = tl.arange(0, 16)
     column = tl.program_id(0) * BI + tl.arange(0, BI)
@@ -109,10 +115,17 @@ def _inner_kernel(
 
 
 @triton.jit
-def _product(rows, weight, chosen, column, width, size, PAD: tl.constexpr, BH: tl.constexpr, BI: tl.constexpr):
+def _product(
+    rows, weight, chosen, column, width, size, PAD: tl.constexpr, BH: tl.constexpr, BI: tl.constexpr, FETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
     """[16, BH] float32: rows float32 (16 pointers to `width` each) times rows `column` of weight [size, width]."""
     total = tl.zeros([16, BH], tl.float32)
-    base = weight + column.to(tl.int64) * width
+    base = weight + tl.minimum(column, size - 1).to(tl.int64) * width
+    if OVERLAP:  # the rows come from the launch in front, the weights do not
+        if FETCH > 0:
+            fetch(base[:, None] + tl.minimum(tl.arange(0, FETCH // 64) * 64, width - 1)[None, :])
+        gdc_wait()
     for start in range(0, PAD, BI):
         lane = start + tl.arange(0, BI)
         left = tl.load(rows[:, None] + lane[None, :], mask=chosen[:, None] & (lane < width)[None, :], other=0.0)
@@ -125,21 +138,19 @@ def _product(rows, weight, chosen, column, width, size, PAD: tl.constexpr, BH: t
 def _outer_kernel(
     hidden, picks, weights, down, amount, amount_stride, shared_hidden, shared_down, each, tokens, k, size, inner, shared_inner,
     K_PAD: tl.constexpr, INNER_PAD: tl.constexpr, SHARED_PAD: tl.constexpr, BH: tl.constexpr, BI: tl.constexpr,
-    SHARED: tl.constexpr, OVERLAP: tl.constexpr,
+    SHARED: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """each[n, j, :] = weight of the pair * down(hidden[n, j]); the shared expert's stands behind the picks."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     pair = tl.program_id(1)
     token = tl.arange(0, 16)
     column = tl.program_id(0) * BH + tl.arange(0, BH)
     slots = k + SHARED
     if SHARED and pair == tokens * k:
         chosen = token < tokens
-        total = _product(
-            shared_hidden + token * shared_inner, shared_down, chosen, column, shared_inner, size, SHARED_PAD, BH, BI
-        )
+        rows = shared_hidden + token * shared_inner
+        total = _product(rows, shared_down, chosen, column, shared_inner, size, SHARED_PAD, BH, BI, FETCH, OVERLAP)
         share = sigmoid(tl.load(amount + token * amount_stride, mask=chosen, other=0.0).to(tl.float32))
         at = (token * slots + k)[:, None] * size + column[None, :]
         tl.store(each + at, total * share[:, None], mask=chosen[:, None] & (column < size)[None, :])
@@ -148,10 +159,12 @@ def _outer_kernel(
         if first:
             pairs = token * k + place
             base = down + expert.to(tl.int64) * size * inner
-            total = _product(hidden + pairs * inner, base, chosen, column, inner, size, INNER_PAD, BH, BI)
+            total = _product(hidden + pairs * inner, base, chosen, column, inner, size, INNER_PAD, BH, BI, FETCH, OVERLAP)
             share = tl.load(weights + pairs, mask=chosen, other=0.0)
             at = (token * slots + place)[:, None] * size + column[None, :]
             tl.store(each + at, total * share[:, None], mask=chosen[:, None] & (column < size)[None, :])
+        elif OVERLAP:
+            gdc_wait()  # whoever waits for this launch relies on the one in front being done as well
 
 
 @triton.jit
@@ -244,7 +257,8 @@ def launch(
         room.hidden, picks, weights, down, amount, amount.stride(0), room.shared, shared_down, room.each, tokens, k, size,
         inner, width, K_PAD=k_pad, INNER_PAD=triton.cdiv(inner, second.step) * second.step,
         SHARED_PAD=triton.cdiv(width, second.step) * second.step, BH=second.columns, BI=second.step, SHARED=has_shared,
-        num_warps=second.num_warps, num_stages=second.stages, **later,
+        FETCH=power_of_2(min(second.fetch, inner), 64) if second.fetch else 0, num_warps=second.num_warps,
+        num_stages=second.stages, **later,
     )  # fmt: skip
     weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     _sum_kernel[(tokens,)](

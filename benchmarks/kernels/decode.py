@@ -295,7 +295,7 @@ def expert_choices() -> list[tuple[routed_experts.Launch, routed_experts.Launch]
     )  # fmt: skip
     second = (
         (32, 128, 4, 4), (32, 256, 4, 3), (32, 512, 4, 2), (64, 64, 4, 6), (64, 128, 8, 4), (64, 256, 8, 3), (128, 128, 8, 3),
-        (16, 256, 4, 3),
+        (16, 256, 4, 3), (64, 128, 4, 4, 0), (32, 256, 4, 3, 0),
     )  # fmt: skip
     return [(inner, outer), *((make(*shape), outer) for shape in first), *((inner, make(*shape)) for shape in second)]
 
