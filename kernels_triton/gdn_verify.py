@@ -14,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
 from dspine.common import gdn
 from dspine.common.gdn import GdnFactors
 from dspine.kernels_triton import _launch
 from dspine.kernels_triton._launch import (
+    INTERPRETED,
     arrive,
     contiguous,
     multiply,
@@ -70,14 +71,23 @@ def load_factors(z, k, g, first, head, key_head, dv, dk, HK, HV, DK, DV, COUNT: 
 
 
 @triton.jit
+def exact_exp(x):
+    """e^x to the last bit or so. The fast form is a few bits off to one side, and a state multiplies that up round by round."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
 def fold(state, logs, writes, keys, m):
     """S^T [Dk, BV] after m tokens: e^{g_m} S + sum_{j <= m} e^{g_m - g_j} z_j k_j^T (equation 7); later rows never matter."""
     rows = tl.arange(0, 16)
     kept = rows < m
     total = tl.sum(tl.where(rows == m - 1, logs, 0.0), 0)
-    weight = tl.where(kept, tl.exp(tl.where(kept, total - logs, 0.0)), 0.0)
+    weight = tl.where(kept, exact_exp(tl.where(kept, total - logs, 0.0)), 0.0)
     writes = tl.where(kept[:, None], writes, 0.0) * weight[:, None]
-    return tl.exp(total) * state + multiply_wide(tl.where(kept[None, :], keys, 0.0), writes)
+    return exact_exp(total) * state + multiply_wide(tl.where(kept[None, :], keys, 0.0), writes)
 
 
 @triton.jit
@@ -177,7 +187,7 @@ def _gdn_verify_kernel(
 
     row, col = rows[:, None], rows[None, :]
     lower = row >= col
-    between = tl.where(lower, tl.exp(tl.where(lower, logs[:, None] - logs[None, :], 0.0)), 0.0)
+    between = tl.where(lower, exact_exp(tl.where(lower, logs[:, None] - logs[None, :], 0.0)), 0.0)
     matrix = tl.where(row > col, strength[:, None] * between * multiply(keys, tl.trans(keys)), 0.0)
     reads = between * multiply(queries, tl.trans(keys))
     from_keys = multiply_thirds(keys, high, middle, low, SPLIT)
@@ -185,7 +195,7 @@ def _gdn_verify_kernel(
     if HAS_LENGTHS:  # an unused slot may hold anything
         from_keys = tl.where(count > 0, from_keys, 0.0)
         from_queries = tl.where(count > 0, from_queries, 0.0)
-    decay = tl.exp(logs)[:, None]
+    decay = exact_exp(logs)[:, None]
     right = strength[:, None] * (values.to(tl.float32) - decay * from_keys)
     writes = _substitute(matrix, right, rows, W, BLOCK, SPLIT)
     result = decay * from_queries + multiply_small(reads, writes, SPLIT)
