@@ -1,11 +1,14 @@
-"""The server under 1, 2, 4, .. clients: aggregate tokens a second with speculation on and off, in one run.
+"""The server under 1, 2, 4, .. clients: speculation, full verification and plain decoding, in one run.
 
-    python -m benchmarks.serving --prompts FOLDER --sets gsm8k,humaneval,mt-bench --clients 1,2,4,8 --out result.json
+    python -m benchmarks.serving --prompts FOLDER --sets gsm8k,humaneval,mt-bench --clients 1,2,4,8 --budget 330 --out load.json
+    python -m benchmarks.serving --prompts categories7.jsonl --device cuda --clients 1,2,4,8,16,32 --budget 75 --out load.json
 
-One `dspine serve` process; requests with `"draft": false` decode plainly, so both sides use the same server, weights and
-scheduler, and take turns block by block. Every block sends the same prompts at temperature 0; each client sends its next
-request when its last one is answered. --direct also measures what HTTP costs: the same prompts through the Python API
-in a process of its own, in turns with the server, at one client.
+One `dspine serve` process. A request says what it wants: nothing (the server's own choice), `"draft": "full"` (every draft is
+verified) or `"draft": false` (plain decoding); so all sides use the same weights and scheduler, and take turns block by block.
+A block sends the same prompts at temperature 0; each client sends its next request when its last one is answered. Cycles over
+all client counts are repeated until --budget seconds are over; figures are medians over cycles. Then, at one client, the same
+prompts go through HTTP and through the Python API (a second copy of the model, in this process) in turns: what HTTP costs.
+Needs httpx and what `dspine serve` needs, nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,8 @@ from typing import Any
 import httpx
 
 from benchmarks.provenance import provenance
-from benchmarks.speedup import read_prompts
+
+SIDES: dict[str, Any] = {"speculative": True, "full": "full", "plain": False}  # name -> `draft` of the request
 
 
 @contextmanager
@@ -55,7 +59,20 @@ def serving(arguments: list[str], patience: float = 600.0) -> Iterator[tuple[str
             raise RuntimeError(f"the server ended with code {code}")
 
 
-def chat_body(model: str, prompt: str, max_tokens: int, draft: bool) -> dict[str, Any]:
+def read_prompts(place: Path, sets: Sequence[str], count: int) -> list[str]:
+    """User turns of a file, or of each <set>.jsonl in a folder: `count` of each, evenly spaced, so that a file sorted by kind
+    gives all kinds."""
+    files = [place] if place.is_file() else [place / f"{name}.jsonl" for name in sets]
+    prompts = []
+    for file in files:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        some = min(count, len(lines))
+        chosen = [lines[i * len(lines) // some] for i in range(some)]
+        prompts += [json.loads(line)["messages"][0]["content"] for line in chosen]
+    return prompts
+
+
+def chat_body(model: str, prompt: str, max_tokens: int, draft: Any) -> dict[str, Any]:
     """One request of the benchmark."""
     messages = [{"role": "user", "content": prompt}]
     return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0, "draft": draft}
@@ -88,87 +105,117 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def block(url: str, bodies: list[dict[str, Any]], clients: int, stream: bool, pid: int | None = None) -> dict[str, Any]:
-    """All bodies through `clients` clients; tokens a second over the whole block, and over the server's CPU time with `pid`."""
+async def block(url: str, bodies: list[dict[str, Any]], clients: int, pid: int | None = None) -> dict[str, Any]:
+    """All bodies, streamed, through `clients` clients; tokens a second over the whole block, and over the server's CPU time
+    with `pid`."""
     waiting = iter(list(enumerate(bodies)))
     answers: dict[int, dict[str, Any]] = {}
 
     async def work(client: httpx.AsyncClient) -> None:
         for index, body in waiting:
-            answers[index] = await one(client, body, stream)
+            answers[index] = await one(client, body, True)
 
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         spent = cpu_seconds(pid) if pid is not None else 0.0
         started = time.perf_counter()
         await asyncio.gather(*[work(client) for _ in range(clients)])
         seconds = time.perf_counter() - started
         spent = cpu_seconds(pid) - spent if pid is not None else 0.0
-    ordered = [answers[i] for i in range(len(bodies))]
-    tokens = sum(answer["usage"]["completion_tokens"] for answer in ordered)
-    spec = [answer["usage"]["speculative"] for answer in ordered]
-    firsts = sorted(answer["first"] for answer in ordered if answer.get("first"))
+    return _told([answers[i] for i in range(len(bodies))], seconds, spent)
+
+
+def _told(answers: list[dict[str, Any]], seconds: float, spent: float) -> dict[str, Any]:
+    """Figures of a block. `http`: what a request took outside the worker, client and network included."""
+    tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    spec = [answer["usage"]["speculative"] for answer in answers]
+    times = [answer["usage"]["timings"] for answer in answers]
     return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "tokens_per_cpu_second": tokens / spent if spent else None,
-        "texts": [answer["text"] for answer in ordered],
-        "latencies": [answer["seconds"] for answer in ordered],
-        "first_token_median": statistics.median(firsts) if firsts else None,
-        "tokens_per_round": (tokens - len(ordered)) / max(sum(s["rounds"] for s in spec), 1),
+        "texts": [answer["text"] for answer in answers],
+        "latencies": [answer["seconds"] for answer in answers],
+        "first_token": statistics.median(answer["first"] for answer in answers),
+        "prefill": statistics.median(t["prefill"] for t in times),
+        "first_over_prefill": statistics.median(
+            answer["first"] / max(t["prefill"], 1e-9) for answer, t in zip(answers, times, strict=True)
+        ),
+        "http": statistics.median(answer["seconds"] - t["total"] for answer, t in zip(answers, times, strict=True)),
+        "tokens_per_round": (tokens - len(answers)) / max(sum(s["rounds"] for s in spec), 1),
         "drafted": sum(s["drafted"] for s in spec),
         "accepted": sum(s["accepted"] for s in spec),
     }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All client counts, each side in turn."""
-    prompts = [prompt for _, prompt in read_prompts(args.prompts, args.sets.split(","), args.per_set)]
+    """All client counts, the sides in turn, cycle after cycle."""
+    prompts = read_prompts(args.prompts, args.sets.split(","), args.per_set)
+    sides = {name: SIDES[name] for name in args.sides}
     arguments = ["--model", args.model, "--draft-model", args.draft_model, "--backend", args.backend, "--device", args.device]
     arguments += ["--prefix-cache", str(args.prefix_cache), "--max-concurrency", str(max(args.clients)), *args.serve]
     rows: list[dict[str, Any]] = []
     with serving(arguments) as (url, pid):
-        watched = pid if sys.platform == "linux" else None
+        watched = pid if sys.platform == "linux" and args.device != "cuda" else None
         facts = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]
         model = facts["id"]
-        for draft in (True, False):  # warm up
-            asyncio.run(block(url, [chat_body(model, prompt, 8, draft) for prompt in prompts[:2]], 2, True))
-        for count in args.clients:
-            # enough requests that the last ones, where clients run dry, do not decide
-            wanted = max(len(prompts), args.per_client * count)
-            some = (prompts * (1 + wanted // len(prompts)))[:wanted]
-            for repeat in range(args.repeats):
-                sides = [True, False] if repeat % 2 == 0 else [False, True]
-                result = {}
-                for draft in sides:
-                    bodies = [chat_body(model, prompt, args.max_tokens, draft) for prompt in some]
-                    result[draft] = asyncio.run(block(url, bodies, count, True, watched))
-                same = sum(a == b for a, b in zip(result[True].pop("texts"), result[False].pop("texts"), strict=True))
-                ratio = result[True]["tokens_per_second"] / result[False]["tokens_per_second"]
-                spent = [result[draft]["tokens_per_cpu_second"] for draft in (True, False)]
-                by_cpu = spent[0] / spent[1] if all(spent) else None
-                row = {
-                    "ratio_by_cpu_time": by_cpu,
-                    "clients": count,
-                    "repeat": repeat,
-                    "requests": len(some),
-                    "same_text": same,
-                    "ratio": ratio,
-                }
-                rows.append(row | {"speculative": result[True], "plain": result[False]})
-                told = f"{ratio:.2f}x, by CPU time {by_cpu or 0:.2f}x, {same}/{len(some)} same"
-                print(f"{count} clients: {told}", file=sys.stderr, flush=True)
+        for draft in sides.values():  # every batch size and kind once: kernels compile, the lengths find their costs
+            for count in args.clients:
+                bodies = [chat_body(model, prompts[i % len(prompts)], args.warm_tokens, draft) for i in range(count)]
+                asyncio.run(block(url, bodies, count))
+        started, longest, cycle = time.monotonic(), 0.0, 0
+        while cycle == 0 or (cycle < args.cycles and time.monotonic() - started + longest < args.budget):
+            before = time.monotonic()
+            rows += [_row(args, url, model, prompts, sides, count, cycle, watched) for count in args.clients]
+            longest, cycle = max(longest, time.monotonic() - before), cycle + 1
         overhead = measure_overhead(args, url, model, prompts) if args.direct else None
-    return {**provenance(), "server": facts["dspine"], "summary": summarise(rows), "overhead": overhead, "rows": rows}
+    return {
+        **provenance(),
+        "server": facts["dspine"],
+        "cycles": cycle,
+        "max_tokens": args.max_tokens,
+        "summary": summarise(rows),
+        "overhead": overhead,
+        "rows": rows,
+    }
+
+
+def _row(
+    args: argparse.Namespace,
+    url: str,
+    model: str,
+    prompts: list[str],
+    sides: dict[str, Any],
+    count: int,
+    cycle: int,
+    pid: int | None,
+) -> dict[str, Any]:
+    """One block of every side at one number of clients, the first side another one in every cycle."""
+    wanted = max(args.least, args.per_client * count)  # enough that the last ones, where clients run dry, do not decide
+    some = [prompts[(i + cycle * wanted) % len(prompts)] for i in range(wanted)]
+    names = list(sides)
+    turn = cycle % len(names)
+    row: dict[str, Any] = {"clients": count, "cycle": cycle, "requests": wanted}
+    for name in names[turn:] + names[:turn]:
+        bodies = [chat_body(model, prompt, args.max_tokens, sides[name]) for prompt in some]
+        row[name] = asyncio.run(block(url, bodies, count, pid))
+    texts = [row[name].pop("texts") for name in names]
+    row["same_text"] = sum(len(set(answer)) == 1 for answer in zip(*texts, strict=True))
+    told = ", ".join(f"{name} {row[name]['tokens_per_second']:.1f}" for name in names)
+    print(f"{count} clients: {told} tokens/s, {row['same_text']}/{wanted} same", file=sys.stderr, flush=True)
+    return row
 
 
 def measure_overhead(args: argparse.Namespace, url: str, model: str, prompts: list[str]) -> dict[str, Any]:
-    """Seconds a request through HTTP and through the Python API, prompt by prompt, in turns."""
+    """Seconds a request through HTTP and through the Python API, prompt by prompt, in turns; until --direct-seconds are over
+    (every prompt at least once)."""
     from dspine.common.generation import load, stream_generate
     from dspine.common.runtimes import choose_runtime
 
     runtime, reason = choose_runtime(args.backend)
-    engine = load(runtime, args.model, args.draft_model, device=args.device, backend_reason=reason)
+    drafter = None if args.draft_model == "none" else args.draft_model
+    engine = load(runtime, args.model, drafter, device=args.device, backend_reason=reason)
 
     def direct(prompt: str, count: int) -> tuple[float, float, int]:
         started, first, number = time.perf_counter(), 0.0, 0
@@ -178,72 +225,137 @@ def measure_overhead(args: argparse.Namespace, url: str, model: str, prompts: li
         return time.perf_counter() - started, first, number
 
     direct(prompts[0], 8)
-    ratios, firsts = [], []
-    for repeat in range(args.repeats):
-        for i, prompt in enumerate(prompts):
-            found: dict[str, tuple[float, float, int]] = {}
-            for side in ("http", "direct") if (i + repeat) % 2 else ("direct", "http"):
-                if side == "direct":
-                    found[side] = direct(prompt, args.max_tokens)
-                else:
-                    answer = asyncio.run(block(url, [chat_body(model, prompt, args.max_tokens, True)], 1, True))
-                    found[side] = (answer["latencies"][0], answer["first_token_median"], answer["tokens"])
-            if found["http"][2] == found["direct"][2]:
-                ratios.append(found["http"][0] / found["direct"][0])
-                firsts.append(found["http"][1] / found["direct"][1])
+    ratios, firsts, inside, until = [], [], [], time.monotonic() + args.direct_seconds
+    turn = 0
+    while turn < len(prompts[: args.direct_prompts]) or time.monotonic() < until:
+        prompt = prompts[turn % len(prompts)]
+        found: dict[str, tuple[float, float, int]] = {}
+        for side in ("http", "direct") if turn % 2 else ("direct", "http"):
+            if side == "direct":
+                found[side] = direct(prompt, args.max_tokens)
+            else:
+                answer = asyncio.run(block(url, [chat_body(model, prompt, args.max_tokens, True)], 1))
+                found[side] = (answer["latencies"][0], answer["first_token"], answer["tokens"])
+                inside.append(answer["first_over_prefill"])
+        if found["http"][2] == found["direct"][2]:
+            ratios.append(found["http"][0] / found["direct"][0])
+            firsts.append(found["http"][1] / found["direct"][1])
+        turn += 1
     return {
         "requests": len(ratios),
         "seconds_http_over_direct": _spread(ratios),
         "first_token_http_over_direct": _spread(firsts),
+        "first_token_over_prefill": _spread(inside),
     }
 
 
 def _spread(values: list[float]) -> dict[str, Any]:
+    if not values:
+        return {"median": None, "quartiles": None}
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
     return {"median": middle, "quartiles": [low, high]}
 
 
 def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a client count: medians over repeats."""
+    """One entry a client count: medians over cycles; ratios are medians of each cycle's ratio."""
     table = []
     for count in dict.fromkeys(row["clients"] for row in rows):
         some = [row for row in rows if row["clients"] == count]
-        entry = {"clients": count, "ratio": statistics.median(row["ratio"] for row in some)}
-        by_cpu = [row["ratio_by_cpu_time"] for row in some if row["ratio_by_cpu_time"]]
-        entry["ratio_by_cpu_time"] = statistics.median(by_cpu) if by_cpu else None
-        entry["ratios"] = [round(row["ratio"], 3) for row in some]
-        for side in ("speculative", "plain"):
-            entry[f"{side}_tokens_per_second"] = statistics.median(row[side]["tokens_per_second"] for row in some)
-            entry[f"{side}_first_token"] = statistics.median(row[side]["first_token_median"] for row in some)
-        entry["tokens_per_round"] = statistics.median(row["speculative"]["tokens_per_round"] for row in some)
+        sides = [name for name in SIDES if name in some[0]]
+        entry: dict[str, Any] = {"clients": count, "cycles": len(some)}
         entry["same_text"] = f"{sum(row['same_text'] for row in some)} of {sum(row['requests'] for row in some)}"
+        for side in sides:
+            for name in ("tokens_per_second", "first_token", "first_over_prefill", "http", "tokens_per_round"):
+                entry[f"{side}_{name}"] = statistics.median(row[side][name] for row in some)
+        for other in [side for side in sides if side != "speculative"] if "speculative" in sides else ():
+            for name, field in (("tokens_per_second", "ratio"), ("tokens_per_cpu_second", "cpu_ratio")):
+                both = [(row["speculative"][name], row[other][name]) for row in some]
+                ratios = [a / b for a, b in both if a and b]
+                entry[f"{field}_over_{other}"] = statistics.median(ratios) if ratios else None
+                entry[f"{field}s_over_{other}"] = [round(ratio, 3) for ratio in ratios]
         table.append(entry)
     return table
 
 
-def main() -> None:
-    """Parse, measure, print the summary; the whole result goes to --out."""
+def markdown(result: dict[str, Any]) -> str:
+    """The load table and the cost of HTTP, for docs."""
+
+    def show(value: Any, form: str = ".2f") -> str:
+        return "-" if value is None else format(value, form)
+
+    head = "| clients | speculative tok/s | full tok/s | plain tok/s | over plain | over full | by CPU time, over plain | "
+    head += "tokens a round | first token s | of prefill | same texts |"
+    lines = [head, "|" + " --- |" * 11]
+    for entry in result["summary"]:
+        cells = [str(entry["clients"])]
+        cells += [show(entry.get(f"{side}_tokens_per_second"), ".1f") for side in SIDES]
+        cells += [f"**{show(entry.get('ratio_over_plain'))}**", show(entry.get("ratio_over_full"))]
+        cells += [show(entry.get("cpu_ratio_over_plain")), show(entry.get("speculative_tokens_per_round"))]
+        cells += [show(entry.get("speculative_first_token"), ".3f"), show(entry.get("speculative_first_over_prefill"))]
+        lines.append("| " + " | ".join([*cells, entry["same_text"]]) + " |")
+    overhead = result["overhead"]
+    if overhead is not None:
+        lines.append("")
+        lines.append(
+            f"At one client, HTTP against the Python API over {overhead['requests']} requests in turns (median, quartiles):"
+        )
+        lines.append("")
+        for name in ("seconds_http_over_direct", "first_token_http_over_direct", "first_token_over_prefill"):
+            found = overhead[name]
+            low, high = found["quartiles"] or (None, None)
+            lines.append(
+                f"- {name.replace('_', ' ')}: {show(found['median'], '.3f')} ({show(low, '.3f')} to {show(high, '.3f')})"
+            )
+    return "\n".join(lines)
+
+
+def counts(text: str) -> list[int]:
+    """`1,2,4` -> [1, 2, 4]."""
+    return [int(part) for part in text.split(",")]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--draft-model", default="auto")
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--prompts", type=Path, required=True, help="folder with <set>.jsonl")
-    parser.add_argument("--sets", default="gsm8k,humaneval,mt-bench")
-    parser.add_argument("--per-set", type=int, default=4)
-    parser.add_argument("--per-client", type=int, default=4, help="requests of each client, at least every prompt once")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--clients", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prefix-cache", type=int, default=0, help="MiB; 0 so that both sides read every prompt")
-    parser.add_argument("--direct", action="store_true", help="also measure what HTTP costs")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file, or a folder with <set>.jsonl")
+    parser.add_argument("--sets", default="gsm8k,humaneval,mt-bench", help="of a folder")
+    parser.add_argument("--per-set", type=int, default=4, help="prompts of each set (of a file: in all), evenly spaced")
+    parser.add_argument("--clients", type=counts, default=[1, 2, 4, 8])
+    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help="of " + ",".join(SIDES))
+    parser.add_argument("--per-client", type=int, default=2, help="requests of each client in a block")
+    parser.add_argument("--least", type=int, default=3, help="requests of a block at least")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--warm-tokens", type=int, default=12)
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds for cycles; one cycle always runs")
+    parser.add_argument("--cycles", type=int, default=20, help="at most")
+    parser.add_argument("--prefix-cache", type=int, default=0, help="MiB; 0 so that all sides read every prompt")
+    parser.add_argument("--no-direct", dest="direct", action="store_false", help="do not measure what HTTP costs")
+    parser.add_argument("--direct-prompts", type=int, default=4)
+    parser.add_argument("--direct-seconds", type=float, default=40.0)
+    parser.add_argument("--out", type=Path, help="everything, as JSON")
+    parser.add_argument("--markdown", type=Path, help="the tables; they are printed in any case")
     parser.add_argument("serve", nargs="*", help="further flags of dspine serve, after --")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.sides if name not in SIDES]
+    if unknown or not args.sides or min(args.clients) < 1:
+        parser.error(f"--sides takes {', '.join(SIDES)} and --clients numbers from 1, got {args.sides} and {args.clients}")
+    return args
+
+
+def main() -> None:
+    """Parse, measure, print the tables; the whole result goes to --out."""
+    args = parse()
     result = measure(args)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))
-    print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
+    text = markdown(result)
+    if args.markdown:
+        args.markdown.write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from typing import Any
 import httpx
 
 from benchmarks.provenance import provenance
-from benchmarks.serving import chat_body, one, serving
-from benchmarks.speedup import read_prompts
+from benchmarks.serving import chat_body, one, read_prompts, serving
 
 BAD = (
     (b"{", 400),
@@ -131,7 +130,7 @@ def growth(samples: list[int]) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start the server, run the load, check that it is idle and alive afterwards."""
-    prompts = [prompt for _, prompt in read_prompts(args.prompts, args.sets.split(","), args.per_set)]
+    prompts = read_prompts(args.prompts, args.sets.split(","), args.per_set)
     arguments = ["--model", args.model, "--backend", args.backend, "--device", args.device, *args.serve]
     samples: list[int] = []
 

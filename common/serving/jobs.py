@@ -82,7 +82,7 @@ class Job:
     sink: Callable[[Update], None]
     client: str = ""
     draft: bool = True
-    repeatable: bool = False  # sampled with a seed: its rounds may not depend on the clock
+    pinned: bool = False  # lengths are the policy's own: a seed (no clock may decide), or a fixed length that was asked for
     make_rules: Callable[[], list[LogitsRule]] = list
     number: int = field(default_factory=lambda: next(_numbers))
     cancelled: bool = False

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from dspine.common.serving.jobs import TokenPiece, Update
+from dspine.common.serving.jobs import Job, TokenPiece, Update
 from dspine.common.serving.parsing import OutputParser, Piece
 from dspine.common.serving.service import Plan
 from dspine.common.statistics import Statistics
@@ -202,7 +202,21 @@ class Answer:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
             "speculative": speculative([choice.stats for choice in self.choices]),
+            "timings": timings(self.plan.jobs),
         }
+
+
+def timings(jobs: Sequence[Job]) -> dict[str, float]:
+    """The `timings` block of the usage, in seconds on the server: of several answers the longest waits, the sum of the work."""
+    stats = [job.loop.stats for job in jobs if job.loop is not None]
+    ended = [job for job in jobs if job.finished]
+    return {
+        "queue": round(max((job.started - job.submitted for job in jobs if job.started), default=0.0), 6),
+        "prefill": round(sum(s.prefill_seconds for s in stats), 6),
+        "decode": round(sum(s.decode_seconds for s in stats), 6),
+        "first_token": round(max((job.first_token - job.submitted for job in jobs if job.first_token), default=0.0), 6),
+        "total": round(max((job.finished - job.submitted for job in ended), default=0.0), 6),
+    }
 
 
 def speculative(stats: Sequence[Statistics]) -> dict[str, Any]:

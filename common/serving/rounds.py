@@ -45,8 +45,9 @@ class BatchRounds:
         finished = perf_counter()
         drafts = sum(proposal is not None for proposal in proposals)
         self.lengths.costs.observe(len(loops), sum(lengths), verified - drafted, drafts, drafted - started)
-        tokens = sum(len(result.events) for result in results if isinstance(result, Round))
-        self.lengths.observe_round(len(loops), tokens, finished - started)
+        if any(loop.drafter is not None for loop in loops) and not any(pinned):  # rounds whose lengths are chosen here
+            tokens = sum(len(result.events) for result in results if isinstance(result, Round))
+            self.lengths.observe_round(len(loops), tokens, finished - started)
         for loop in loops:
             loop.stats.draft_seconds += drafted - started + finished - verified
             loop.stats.verify_seconds += verified - drafted

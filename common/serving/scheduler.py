@@ -258,7 +258,7 @@ class Scheduler:
     def _batched(self, jobs: list[Job]) -> None:
         assert self._rounds is not None
         try:
-            results = self._rounds.run([job.loop for job in jobs], [job.repeatable for job in jobs])  # type: ignore[misc]
+            results = self._rounds.run([job.loop for job in jobs], [job.pinned for job in jobs])  # type: ignore[misc]
         except FAILURES as error:
             for job in jobs:
                 self._fail(job, error)

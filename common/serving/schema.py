@@ -151,7 +151,9 @@ class Common(Strict):
     min_p: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
     ignore_eos: bool | None = None
-    draft: bool | None = Field(default=None, description="false: this request decodes plainly")
+    draft: bool | Literal["full"] | None = Field(
+        default=None, description="false: this request decodes plainly; full: every draft is verified, whatever the policy"
+    )
     speculative_events: bool | None = Field(default=None, description="chunks tell drafted, accepted and corrected tokens")
 
     @model_validator(mode="before")

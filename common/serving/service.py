@@ -15,6 +15,7 @@ from dspine.common.protocols import Engine
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.calibrated import uncorrected
 from dspine.common.selection.choose import PolicyChoice, choose_policy
+from dspine.common.selection.policies import AUTO_POLICY, StaticPolicy
 from dspine.common.serving.errors import ApiError, unsupported
 from dspine.common.serving.jobs import Job, TextStream, Update
 from dspine.common.serving.parsing import OutputParser
@@ -52,6 +53,7 @@ class Service:
         self.policy: PolicyChoice = choose_policy(
             settings.policy, engine, calibration=settings.calibration, acceptance=settings.acceptance, draft=drafts
         )
+        self._fixed = settings.policy != AUTO_POLICY and isinstance(self.policy.policy, StaticPolicy)  # taken at its word
 
     def facts(self) -> dict[str, Any]:
         """What runs here, and whether it really speculates (case V5)."""
@@ -159,15 +161,18 @@ class Service:
         room = self.context - len(prompt.ids)
         values = {**vars(params), "request": choice, "max_tokens": min(params.max_tokens, room)}
         repeatable = request.seed is not None and not params.sampling.greedy
+        policy = uncorrected(self.policy.policy) if repeatable else self.policy.policy  # a batch has no Stage 0
+        if request.draft == "full":
+            policy = StaticPolicy()
         return Job(
             prompt=prompt.ids,
             params=DecodingParams(**values),
-            policy=uncorrected(self.policy.policy) if repeatable else self.policy.policy,  # a batch has no Stage 0
+            policy=policy,
             text=TextStream(self.engine.tokenizer, request.stops, self.prompts.marker_ids),
             sink=sink,
             client=client if request.user is None else f"{client}/{request.user}",
             draft=request.draft is not False,
-            repeatable=repeatable,
+            pinned=repeatable or request.draft == "full" or self._fixed,
             make_rules=rules,
         )
 

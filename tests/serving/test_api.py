@@ -10,6 +10,10 @@ import numpy as np
 import openai
 import pytest
 
+from dspine.common.serving.schema import ChatRequest
+from dspine.common.serving.service import Service
+from tests.serving.toys import toy_settings
+
 USER = [{"role": "user", "content": "hello"}]
 
 
@@ -61,6 +65,29 @@ def test_speculation_is_real_and_told(client):
     plain = ask(client, max_tokens=16, extra_body={"draft": False})
     assert plain.usage.model_extra["speculative"]["drafted"] == 0
     assert plain.choices[0].message.content == ask(client, max_tokens=16).choices[0].message.content
+
+
+def test_full_verification_is_a_requests_choice(toy, client):
+    """`draft: "full"` verifies whole blocks, whatever the server's policy and company; a policy that was named with a fixed
+    length is taken at its word."""
+    full = ask(client, max_tokens=16, extra_body={"draft": "full"})
+    assert full.usage.model_extra["speculative"]["drafted"] > 0
+    assert full.choices[0].message.content == ask(client, max_tokens=16).choices[0].message.content
+    body = {"model": "toy", "messages": [{"role": "user", "content": "x"}]}
+    kinds = {}
+    for name, draft, policy in (("auto", None, "auto"), ("full", "full", "static:3"), ("static", None, "static:3")):
+        service = Service(toy.engine, toy_settings(policy=policy))
+        job = service.chat(ChatRequest(**body, draft=draft), "me", lambda index: print).jobs[0]
+        kinds[name] = job.pinned, job.policy.name, job.draft
+    assert kinds == {"auto": (False, "full", True), "full": (True, "full", True), "static": (True, "static:3", True)}
+
+
+def test_timings_add_up(client):
+    usage = ask(client, max_tokens=16).usage
+    times = usage.model_extra["timings"]
+    assert set(times) == {"queue", "prefill", "decode", "first_token", "total"} and min(times.values()) >= 0
+    assert 0 < times["prefill"] and times["queue"] + times["prefill"] <= times["first_token"] + 1e-3
+    assert times["first_token"] <= times["total"] and times["decode"] <= times["total"]
 
 
 def test_stop_strings_cut_inside_a_block(toy, client):

@@ -48,9 +48,7 @@ def make_job(engine, text, *, max_tokens=20, client="", draft=True, stops=(), **
         params = DecodingParams(max_tokens=max_tokens, sampling=params.sampling, acceptance="point-mass", prefill_chunk=8)
     stream = TextStream(engine.tokenizer, list(stops), {})
     ids = engine.tokenizer.encode(text)
-    return Job(
-        ids, params, StaticPolicy(), stream, sink, client=client, draft=draft, repeatable=bool(sampling.get("temperature"))
-    )
+    return Job(ids, params, StaticPolicy(), stream, sink, client=client, draft=draft, pinned=bool(sampling.get("temperature")))
 
 
 @pytest.fixture

@@ -1,0 +1,75 @@
+"""The load benchmark on a toy server: every side asks for what its name says, and the tables are the figures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+from benchmarks import serving
+
+
+@pytest.fixture
+def args(tmp_path):
+    lines = [{"messages": [{"role": "user", "content": f"prompt {i}"}]} for i in range(10)]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return serving.parse(["--prompts", str(tmp_path), "--sets", "one,two", "--clients", "1,3", "--max-tokens", "12"])
+
+
+def test_prompts_are_spread_over_a_file(args):
+    chosen = serving.read_prompts(args.prompts, ["one", "two"], 3)
+    assert chosen == ["prompt 0", "prompt 3", "prompt 6"] * 2
+    assert serving.read_prompts(args.prompts / "one.jsonl", ["ignored"], 50) == [f"prompt {i}" for i in range(10)]
+
+
+def test_rows_and_tables(toy, args):
+    prompts = serving.read_prompts(args.prompts, args.sets.split(","), 2)
+    rows = [
+        serving._row(args, toy.url, "toy", prompts, serving.SIDES, count, cycle, None)
+        for cycle in range(2)
+        for count in args.clients
+    ]
+    for row in rows:
+        assert row["requests"] == max(3, 2 * row["clients"]) == row["same_text"]
+        assert row["plain"]["drafted"] == 0 and row["plain"]["tokens_per_round"] == 1.0
+        assert row["full"]["drafted"] > 0 and row["full"]["tokens_per_round"] > 1.0
+        assert all(row[side]["tokens"] == 12 * row["requests"] for side in serving.SIDES)
+        assert all(0 < row[side]["prefill"] <= row[side]["first_token"] for side in serving.SIDES)
+        assert all(row[side]["first_over_prefill"] > 1 and row[side]["http"] > 0 for side in serving.SIDES)
+    table = serving.summarise(rows)
+    assert [entry["clients"] for entry in table] == [1, 3] and table[0]["cycles"] == 2
+    assert table[1]["same_text"] == "12 of 12" and table[0]["cpu_ratio_over_plain"] is None
+    text = serving.markdown({"summary": table, "overhead": None})
+    lines = text.splitlines()
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    both = serving.markdown({"summary": table, "overhead": {"requests": 0} | dict.fromkeys(
+        ("seconds_http_over_direct", "first_token_http_over_direct", "first_token_over_prefill"), serving._spread([])
+    )})  # fmt: skip
+    assert both.startswith(text) and both.count("\n- ") == 3
+
+
+def test_ratios_are_medians_of_each_cycle():
+    """Written out: 2x and 4x in two cycles, whatever the cycles' own speeds."""
+
+    def side(speed):
+        names = ("first_token", "first_over_prefill", "http", "tokens_per_round")
+        return {"tokens_per_second": speed, "tokens_per_cpu_second": None} | dict.fromkeys(names, 1.0)
+
+    rows = [
+        {"clients": 1, "requests": 3, "same_text": 3, "speculative": side(a), "full": side(b), "plain": side(c)}
+        for a, b, c in ((20.0, 10.0, 10.0), (400.0, 400.0, 100.0))
+    ]
+    entry = serving.summarise(rows)[0]
+    assert entry["ratio_over_plain"] == 3.0 and entry["ratios_over_plain"] == [2.0, 4.0]
+    assert entry["ratio_over_full"] == 1.5 and entry["cpu_ratio_over_full"] is None
+    assert "| **3.00** | 1.50 | - |" in serving.markdown({"summary": [entry], "overhead": None})
+
+
+@pytest.mark.parametrize("wrong", [["--sides", "fast"], ["--clients", "0"]])
+def test_wrong_arguments(wrong, args, capsys):
+    with pytest.raises(SystemExit):
+        serving.parse(["--prompts", str(args.prompts), *wrong])
+    assert "--sides takes" in capsys.readouterr().err
