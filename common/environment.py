@@ -19,6 +19,14 @@ def kernel_choice() -> str:
     return value
 
 
+def early_launches() -> bool:
+    """`DSPINE_EARLY_LAUNCH`: `1` (Triton kernels may start before the one in front has ended, where the GPU can) or `0`."""
+    value = os.environ.get("DSPINE_EARLY_LAUNCH", "1")
+    if value not in ("0", "1"):
+        raise DSpineError(f"DSPINE_EARLY_LAUNCH must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
 def cache_folder() -> Path:
     """`DSPINE_CACHE`, else `$XDG_CACHE_HOME/dspine`, else `~/.cache/dspine`: where prepared models are kept."""
     explicit = os.environ.get("DSPINE_CACHE")

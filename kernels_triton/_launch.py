@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspine.common.environment import early_launches
 from dspine.common.errors import DSpineError
 from dspine.common.registry import register_kernel
 
@@ -169,7 +170,8 @@ def _capability(index: int) -> tuple[int, int]:
 
 def overlaps(array: Tensor) -> bool:
     """Whether a launch may start before the one in front has ended (programmatic dependent launch: Hopper and later)."""
-    return array.is_cuda and not INTERPRETED.value and _capability(array.device.index) >= (9, 0)
+    able = array.is_cuda and not INTERPRETED.value and _capability(array.device.index) >= (9, 0)
+    return able and early_launches()
 
 
 def power_of_2(count: int, least: int = 1) -> int:

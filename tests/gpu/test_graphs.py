@@ -248,3 +248,43 @@ def test_a_round_is_one_launch_and_one_copy(pairs, mode):
     copies = sum(n for name, n in calls.items() if "Memcpy" in name)
     assert (launches, kernels, copies) == (count, 0, count), calls
     runner.close()
+
+
+def test_the_bench_times_graphs(pair):
+    """Runs, replayed runs, phases and lengths as graphs between CUDA events: the rounds are the static steps'."""
+    from dspine.common.bench.contenders import Task
+
+    (contender,) = RUNTIME.bench_contenders(*pair)
+    steps = StaticContender(*pair, RUNTIME.timer("cuda"), EagerRunner)
+    assert contender.name == "graphs" and RUNTIME.bench_refusal(*pair) is None
+    for task in (Task(PROMPT, 40, False), Task(PROMPT, 40, True), Task(PROMPT, 40, True, (3, 0, 5, 1))):
+        got, want = contender.run(task), steps.run(task)
+        assert (got.token_ids, got.rounds) == (want.token_ids, want.rounds)
+        spent = contender.phases(task)
+        used = {"stage 1", "accept", "commit"} | ({"draft"} if task.draft else set())
+        for phase, seconds in spent.items():
+            assert len(seconds) == got.round_count and all((s > 0) == (phase in used) for s in seconds), phase
+    found = contender.lengths(PROMPT, (1, WIDTH, 16), 3, 0)
+    assert all(len(times) == 3 and 0 < verify for times in found.values() for verify, _ in times)
+    contender.decoder.close()
+
+
+@pytest.mark.parametrize("policy", ["nominal", "hybridspec"])
+def test_the_bench_times_phases_of_chosen_lengths(pairs, policy):
+    from dspine.common.bench.contenders import Task
+
+    pair = pairs["qwen3_5_moe_text"]
+    task = Task(PROMPT, 40, True, policy=parse_policy(policy, routed_calibration()))
+    (contender,) = RUNTIME.bench_contenders(*pair)
+    spent = contender.phases(task)
+    assert len(set(map(len, spent.values()))) == 1 and all(s > 0 for s in spent["stage 1"])
+    assert all((s > 0) == (policy == "hybridspec") for s in spent["stage 0"] + spent["correction"])
+    contender.decoder.close()
+
+
+def test_early_launches_change_nothing(pair, monkeypatch):
+    """Programmatic dependent launches, in a graph and without: the text is that of launches one after another."""
+    params = DecodingParams(max_tokens=60, break_even=0.0)
+    want = static_events(pair, params, StaticPolicy())
+    monkeypatch.setenv("DSPINE_EARLY_LAUNCH", "0")
+    assert static_events(pair, params, StaticPolicy()) == want
