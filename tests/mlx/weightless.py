@@ -120,11 +120,12 @@ def weightless_drafter(pair: dict[str, Any], target: PlainTarget, compiled: bool
 
 @dataclass(frozen=True)
 class Cost:
-    """Graph nodes of a round by phase; `plain`: of mlx-lm's own step for one token."""
+    """Graph nodes of a round by phase; `single`: of a plain round, `plain`: of mlx-lm's own step for one token."""
 
     draft: int
     verify: int
     commit: int
+    single: int
     plain: int
 
     @property
@@ -182,8 +183,19 @@ def round_cost(name: str, patch: Any, *, compiled: bool = True) -> Cost:
         context = filled_draft_cache(drafter)
         drafter.commit(context, rows)
         commit = nodes(*seen, *moved) - verify + nodes(context._keys, context._values)
-        plain = plain_step(target)
-    return Cost(draft, verify, commit, plain)
+        single, plain = plain_round(target), plain_step(target)
+    return Cost(draft, verify, commit, single, plain)
+
+
+def plain_round(target: PlainTarget) -> int:
+    """Nodes of a round of one token: its block, its commit, and the token after it."""
+    cache, token = filled_target_cache(target), mx.zeros((1,), dtype=mx.int32)
+    token.tolist()
+    verification = target.finish(cache, target.begin(cache, token[:, None]), 1)
+    following = accept_greedy(verification.logits, token[:, None][:, 1:], mx.array([0])).next_token
+    target.commit(cache, verification, 1)
+    moved = [x for x in (getattr(cache, "states", None), getattr(cache, "windows", None)) if x is not None]
+    return nodes(following, *moved)
 
 
 def plain_step(target: PlainTarget) -> int:
