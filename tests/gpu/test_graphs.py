@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from dspine.common.decoding import DecodingParams, decode  # noqa: E402
 from dspine.common.sampling import SamplingParams  # noqa: E402
 from dspine.common.selection.policies import StaticPolicy, parse_policy  # noqa: E402
+from dspine_cuda.bench import StaticContender  # noqa: E402
 from dspine_cuda.drafter import load_drafter  # noqa: E402
 from dspine_cuda.graphs import PLAIN, POLICY, EagerRunner, GraphRunner  # noqa: E402
 from dspine_cuda.runtime import RUNTIME  # noqa: E402
