@@ -75,7 +75,9 @@ class TransformersContender:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run every contender over every prompt."""
     runtime, reason = choose_runtime(args.backend)
-    engine = load(runtime, args.model, args.draft_model, device=args.device, dtype=args.dtype, backend_reason=reason)
+    engine = load(
+        runtime, args.model, args.draft_model, device=args.device, dtype=args.dtype, backend_reason=reason, graphs=args.graphs
+    )
     other = TransformersContender(args.model, engine.target.info.dtype) if args.transformers else None
     options = {
         "max_tokens": args.max_tokens,
@@ -146,6 +148,7 @@ def main() -> None:
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--graphs", default="auto", help="auto, on or off: rounds as CUDA graphs")
     parser.add_argument("--prompts", type=Path, required=True, help="folder with <set>.jsonl")
     parser.add_argument("--sets", default="gsm8k,humaneval,mt-bench")
     parser.add_argument("--per-set", type=int, default=8)
