@@ -311,30 +311,31 @@ class DecodingLoop:
         return result
 
     def _looks_ahead(self) -> bool:
-        """Whether the next plain round can be queued before this one's token is read: greedy, and shaped by nothing that the
-        host counts. Only for targets that compute in the background and can be read in the middle (`Target.start`)."""
+        """Whether the next plain round can be queued before this one's token is read: nothing that the host counts shapes the
+        logits. Only for targets that compute in the background and can be read in the middle (`Target.start`)."""
         shaped = bool(self.rules) or self._counts is not None
-        return self.drafter is None and self.rule == "greedy" and not shaped and hasattr(self.target, "start")
+        return self.drafter is None and not shaped and hasattr(self.target, "start")
 
     def _plain_round(self) -> Round:
         """A block of one token. The next one is queued before the host waits for this one's token, and dropped if that is the
         last: a token a round is committed whatever it is, so nothing else depends on the read."""
         started = perf_counter()
         ready, self._ahead = self._ahead, None
-        verification, token = ready or self._start_plain(self._anchor_array())
+        verification, token = ready or self._start_plain(self._anchor_array(), 0)
         self.target.commit(self.cache, verification, 1)
         if self.round_limit() > 1:
-            self._ahead = self._start_plain(token)
+            self._ahead = self._start_plain(token, 1)
         result = self.settle([], 0, int(self.target.arrays.to_host(token)[0][0]), verification.logits)
         if self.finish_reason is not None:
             self.drop_ahead()
         self.stats.verify_seconds += perf_counter() - started
         return result
 
-    def _start_plain(self, anchor: Any) -> tuple[Any, Any]:
-        """(verification, the token after it int32 [1]) of a block of one token int32 [1], both on their way."""
+    def _start_plain(self, anchor: Any, ahead: int) -> tuple[Any, Any]:
+        """(verification, the token after it int32 [1]) of a block of one token int32 [1], both on their way; `ahead` tokens
+        are not counted yet."""
         verification = self.target.finish(self.cache, self.target.begin(self.cache, anchor[:, None]), 1)
-        token = astype(self.judge(verification.logits, anchor[:, None], None).next_token, anchor.dtype)
+        token = astype(self.judge(verification.logits, anchor[:, None], None, ahead).next_token, anchor.dtype)
         self.target.start(verification, token)  # type: ignore[attr-defined]
         return verification, token
 
@@ -415,8 +416,8 @@ class DecodingLoop:
             seen = replace(stage, router_picks=picks[:, :upper])
         return stage, self.policy.correct(seen, nominal, min(limit, upper)), proposal
 
-    def judge(self, logits: Any, block: Any, proposal: Proposal | None) -> Verdict:
-        """Acceptance of the drafts block[:, 1:] under this request's rule."""
+    def judge(self, logits: Any, block: Any, proposal: Proposal | None, ahead: int = 0) -> Verdict:
+        """Acceptance of the drafts block[:, 1:] under this request's rule; `ahead` tokens before them are not counted yet."""
         sampling, draft = self.params.sampling, block[:, 1:]
         if self._counts is not None:
             counts, output = (self.target.arrays.to_device(c) for c in (self._counts, self._output_counts))
@@ -432,7 +433,7 @@ class DecodingLoop:
         if self.rule == "greedy":
             return accept_greedy(logits, draft, limit)
         p = token_probabilities(logits, sampling)
-        lanes = self._uniforms(logits.shape[1])
+        lanes = self._uniforms(logits.shape[1], ahead)
         if draft.shape[1] == 0:
             return Verdict(limit, sample_index(p[:, 0], lanes[DRAW][:, 0]))
         accept, draw = lanes[ACCEPT][:, :-1], lanes[DRAW]
@@ -443,9 +444,9 @@ class DecodingLoop:
             return accept_rejection_dense(p, draft, limit, proposal.q[:, :count], accept, draw)  # type: ignore[union-attr]
         return accept_rejection(p, draft, limit, proposal.candidates[:, :count], proposal.q[:, :count], accept, draw)  # type: ignore[union-attr]
 
-    def _uniforms(self, count: int) -> list[Any]:
-        """Three lanes [1, count] for the next `count` output positions."""
-        rows = uniforms(self.params.sampling.seed, self.params.request, self.stats.generated_tokens, count)
+    def _uniforms(self, count: int, ahead: int = 0) -> list[Any]:
+        """Three lanes [1, count] for `count` output positions, `ahead` behind the next one."""
+        rows = uniforms(self.params.sampling.seed, self.params.request, self.stats.generated_tokens + ahead, count)
         return [self.target.arrays.to_device(np.ascontiguousarray(rows[None, :, lane])) for lane in range(3)]
 
     def _count(self, tokens: list[int]) -> None:

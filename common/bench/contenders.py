@@ -100,8 +100,8 @@ class ReplayLoop(DecodingLoop):
         super().__init__(*args, **kwargs)
         self._counts_of_rounds, self._judged = counts, 0
 
-    def judge(self, logits: Any, block: Any, proposal: Any) -> Verdict:
-        verdict = super().judge(logits, block, proposal)
+    def judge(self, logits: Any, block: Any, proposal: Any, ahead: int = 0) -> Verdict:
+        verdict = super().judge(logits, block, proposal, ahead)
         if proposal is None:  # the prompt's token, and plain rounds
             return verdict
         count = min(self._counts_of_rounds[self._judged % len(self._counts_of_rounds)], block.shape[1] - 1)

@@ -116,11 +116,12 @@ def test_a_draft_that_was_queued_is_the_one_that_is_verified(dense, monkeypatch)
             assert [event.token for event in decode(target, drafter, PROMPT, params)] == ahead
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("pair", ["dense", "hybrid"])
-def test_a_plain_round_is_begun_before_the_token_is_read(pair, monkeypatch, request):
+def test_a_plain_round_is_begun_before_the_token_is_read(pair, temperature, monkeypatch, request):
     """One read a token, and the next block is on its way by then, as mlx_lm has it; with and without it the same tokens."""
     target, _ = request.getfixturevalue(pair)
-    params = DecodingParams(max_tokens=20)
+    params = DecodingParams(max_tokens=20, sampling=SamplingParams(temperature, top_k=9, seed=4))
     order: list[str] = []
     start, read = target.start, MlxArrays.to_host
     loop = DecodingLoop(target, None, PROMPT, params, StaticPolicy())
@@ -163,9 +164,20 @@ def test_a_round_begun_early_leaves_nothing(pair, end, request):
 def test_rounds_that_the_host_shapes_are_not_begun_early(dense, monkeypatch):
     target, _ = dense
     monkeypatch.setattr(target, "start", lambda *args: pytest.fail("begun early"))
-    for sampling in (SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=1.2)):
-        params = DecodingParams(max_tokens=6, sampling=sampling)
-        assert len([*decode(target, None, PROMPT, params)]) == 6
+    params = DecodingParams(max_tokens=6, sampling=SamplingParams(repetition_penalty=1.2))
+    assert len([*decode(target, None, PROMPT, params)]) == 6
+
+    class Rule:
+        needs_drafts = False
+
+        def apply(self, logits, drafts):
+            return logits
+
+        def emitted(self, tokens):
+            pass
+
+    loop = DecodingLoop(target, None, PROMPT, DecodingParams(max_tokens=6), StaticPolicy(), rules=[Rule()])
+    assert len([*loop.run()]) == 6
 
 
 def test_compiled_parts_are_traced_once(dense, monkeypatch):
