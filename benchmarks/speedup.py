@@ -43,28 +43,29 @@ def repeats(tokens: list[int]) -> bool:
 
 
 class TransformersContender:
-    """`transformers` generate on the same folder, dtype and threads."""
+    """`transformers` generate on the same folder, dtype, device and threads."""
 
-    def __init__(self, model: str, dtype: str) -> None:
+    def __init__(self, model: str, dtype: str, device: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         folder = resolve_model(model)
         self.torch = torch
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().to(device)
 
     def run(self, prompt: str, max_tokens: int) -> tuple[int, float]:
         """(tokens after the first, seconds for them): the time to the first token is measured apart and taken off."""
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
         )
-        inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).to(self.model.device)
 
         def timed(count: int) -> tuple[int, float]:
             started = perf_counter()
             with self.torch.inference_mode():
                 output = self.model.generate(**inputs, max_new_tokens=count, min_new_tokens=1, do_sample=False)
+                output[0, -1].item()  # a GPU has done its work when this is read
             return output.shape[1] - inputs["input_ids"].shape[1], perf_counter() - started
 
         _, first = timed(1)
@@ -78,7 +79,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     engine = load(
         runtime, args.model, args.draft_model, device=args.device, dtype=args.dtype, backend_reason=reason, graphs=args.graphs
     )
-    other = TransformersContender(args.model, engine.target.info.dtype) if args.transformers else None
+    other = (
+        TransformersContender(args.model, engine.target.info.dtype, engine.target.info.device) if args.transformers else None
+    )
     options = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
@@ -86,7 +89,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "policy": args.policy,
     }
     prompts = read_prompts(args.prompts, args.sets.split(","), args.per_set)
-    generate(engine, prompts[0][1], **{**options, "max_tokens": 16})  # warm up
+    for draft in (True, False):  # warm up
+        generate(engine, prompts[0][1], draft=draft, **{**options, "max_tokens": 16})
+    if other is not None:
+        other.run(prompts[0][1], 16)
     rows = []
     for index, (name, prompt) in enumerate(prompts):
         row: dict[str, Any] = {"set": name, "index": index}
@@ -106,7 +112,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         row["same_text"] = ids[0] == ids[1] if args.plain else None
         rows.append(row)
         print(f"{index + 1}/{len(prompts)} {name}: tau {row['tau']:.2f}", file=sys.stderr, flush=True)
-    facts = {"backend": engine.runtime, "backend_reason": engine.backend_reason, "adapter": engine.target.info.adapter}
+    facts = {
+        "backend": engine.runtime,
+        "backend_reason": engine.backend_reason,
+        "rounds": engine.rounds_reason,
+        "adapter": engine.target.info.adapter,
+    }
     return {**provenance(), **facts, "dtype": engine.target.info.dtype, "options": options, **summarise(rows), "rows": rows}
 
 
