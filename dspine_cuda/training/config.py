@@ -184,6 +184,7 @@ class RunSection(_Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; master weights are float32
     attention: Literal["auto", "flex", "sdpa"] = "auto"  # auto: flex on CUDA, a dense mask elsewhere
     compile: bool | None = None  # None: on CUDA only
+    shard: Literal["none", "fsdp"] = "none"  # fsdp: masters, gradients and moments in shards, one a rank (torchrun)
     recompute: Literal["none", "mlp"] = "none"  # mlp: its inner activations are made again in the backward pass
     log_every: int = Field(20, ge=1)
     checkpoint_every: int = Field(500, ge=1)

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from dspine.common.environment import process_group
 from dspine.common.errors import BackendError, DSpineError
 from dspine.common.models import resolve_model
-from dspine_cuda.drafter import TorchDrafter
+from dspine_cuda.drafter import DrafterModel, TorchDrafter
 from dspine_cuda.training.batches import Batch, make_batch
 from dspine_cuda.training.checkpointing import load_latest, save_checkpoint, trim_metrics
 from dspine_cuda.training.config import TrainConfig, complete_fingerprint
@@ -27,12 +28,13 @@ from dspine_cuda.training.devices import pick_device
 from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
 from dspine_cuda.training.export import export_drafter
 from dspine_cuda.training.feature_cache import FeatureCache
-from dspine_cuda.training.initial import choose_mask_token, drafter_config, starting_model, state_arrays
+from dspine_cuda.training.initial import choose_mask_token, drafter_config, new_model, starting_model, state_arrays
 from dspine_cuda.training.losses import LossSums, combine
 from dspine_cuda.training.meter import Meter
 from dspine_cuda.training.optimizer import MasterOptimizer
 from dspine_cuda.training.progress import progress_bar
 from dspine_cuda.training.schedules import alignment_beta, base_share, learning_rate, replacement_probability
+from dspine_cuda.training.sharding import ShardedOptimizer, sharded_draft
 from dspine_cuda.training.step import LossForward
 from dspine_cuda.training.target import load_frozen_target, load_tokenizer
 
@@ -161,7 +163,7 @@ def training_step(
         part.backward()
         optimizer.collect()
         loss = loss + part.detach()
-    ranks.add([loss, *optimizer.gradients])
+    ranks.add([loss, *optimizer.unsummed])
     return totals, loss, optimizer.step(rate)
 
 
@@ -185,7 +187,7 @@ def _local_step(
         part.backward()
         optimizer.collect()
         totals, loss = totals + own, loss + part.detach()
-    ranks.add([totals, loss, *optimizer.gradients])
+    ranks.add([totals, loss, *optimizer.unsummed])
     return totals, loss, optimizer.step(rate)
 
 
@@ -215,8 +217,8 @@ class Trainer:
         self.model, space = starting_model(config, self.shape, self.target)
         self.basis = None if space is None else space.basis
         self.model = self.model.to(self.device, dtype).eval()
-        self.optimizer = MasterOptimizer(self.model, config.optimizer)
         self.forward = self._make_forward()
+        self.optimizer = self._make_optimizer()
         self.step, position, self.elapsed = 0, (0, 0), 0.0
         if state is not None:
             self.step, position, self.elapsed = state["step"], tuple(state["position"]), state["elapsed"]
@@ -276,7 +278,7 @@ class Trainer:
             self.config = real
         each = (time.perf_counter() - started) / TIMED_STEPS
         self.optimizer = None  # type: ignore[assignment]  # its memory first
-        self.optimizer = MasterOptimizer(self.model, real.optimizer)  # rate 0 moved no weight, but the moments
+        self.optimizer = self._make_optimizer()  # rate 0 moved no weight, but the moments
         spent = time.perf_counter() - self.born
         agreed = torch.tensor([max(0, int((60.0 * schedule.max_minutes - spent) / each))], device=self.device)
         if self.ranks.world > 1:
@@ -305,6 +307,11 @@ class Trainer:
                 f"data.rows_per_step {config.data.rows_per_step} does not divide into {world} ranks x "
                 f"{config.optimizer.micro_batches} micro-batches"
             )
+        if config.run.shard == "fsdp" and world < 2:
+            raise DSpineError(
+                "run.shard=fsdp needs several processes: start with torchrun --nproc-per-node N, or use run.shard=none (which "
+                "also resumes a sharded run)"
+            )
         if world > 1 and config.run.time_limit_minutes is not None:
             raise DSpineError("run.time_limit_minutes works with one process only; use schedule.max_steps or run.stop_after")
 
@@ -327,6 +334,10 @@ class Trainer:
         attention = run.attention if run.attention != "auto" else ("flex" if cuda else "sdpa")
         if attention == "flex" and not cuda:
             raise BackendError("run.attention=flex has no backward pass on the CPU; use run.attention=sdpa")
+        around = None
+        if run.shard == "fsdp":
+            world, dtype = self.ranks.world, getattr(torch, run.dtype)
+            around = partial(sharded_draft, self.model, device=self.device, dtype=dtype, world=world)
         return LossForward(
             self.model,
             self.target,
@@ -334,7 +345,12 @@ class Trainer:
             attention=attention,
             compiled=cuda if run.compile is None else run.compile,
             replaced=self.config.schedule.replacement_probability > 0,
+            around=around,
         )
+
+    def _make_optimizer(self) -> MasterOptimizer:
+        kind = ShardedOptimizer if self.config.run.shard == "fsdp" else MasterOptimizer
+        return kind(self.model, self.config.optimizer)
 
     def run(self) -> dict[str, Any]:
         """Train to the end (or to a limit); returns a summary with the last acceptance and the exported folder."""
@@ -382,13 +398,24 @@ class Trainer:
         shares = self.ranks.share(whole, config.optimizer.micro_batches)
         return *training_step(self.forward, self.optimizer, shares, self.ranks, beta, rate, weight), beta
 
+    def whole_model(self) -> DrafterModel:
+        """The model with whole weights in the run's dtype. Sharded: a copy, and a collective (every rank calls it)."""
+        if self.config.run.shard == "none":
+            return self.model
+        masters = self.optimizer.whole_masters()
+        model = new_model(self.config, self.shape)
+        model.load_state_dict(masters, strict=True)
+        model.transfer_codes = self.model.transfer_codes
+        return model.to(self.device, getattr(torch, self.config.run.dtype)).eval()
+
     def evaluate(self, exact: bool = False) -> Acceptance | None:
         """Acceptance on the held-out conversations by the inference code; one line in the metrics."""
+        model = self.whole_model()
         if not self.leader or not self.held_out:
             return None
         run = self.config.run
         started = time.perf_counter()
-        drafter = TorchDrafter(self.model, self.target, {"method": self.shape.method})
+        drafter = TorchDrafter(model, self.target, {"method": self.shape.method})
         chosen, _ = held_out_greedy(self.held_out, run.eval_conversations, self.shape.num_proposals)
         result = simulated_acceptance(drafter, self.target, chosen, stride=run.eval_stride, exact=exact)
         seconds = time.perf_counter() - started
@@ -403,6 +430,9 @@ class Trainer:
 
     def save(self, elapsed: float) -> None:
         """Checkpoint of this very step; atomic."""
+        if not self.leader and self.config.run.shard == "none":
+            return
+        optimizer = self.optimizer.state_dict()
         if not self.leader:
             return
         state = {
@@ -411,7 +441,7 @@ class Trainer:
             "elapsed": elapsed,
             "fingerprint": json.dumps(self.fingerprint),
             "max_steps": self.config.schedule.steps,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
         }
         save_checkpoint(self.checkpoints, state, self.config.run.keep_checkpoints)
 
@@ -423,20 +453,20 @@ class Trainer:
             **meter.speed(),
         }
         summary["skipped_steps"] = int(self.optimizer.skipped)
+        result, masters = self.evaluate(), self.optimizer.whole_masters()
         if not self.leader:
             return summary
-        result = self.evaluate()
         summary["acceptance"] = None if result is None else result.as_dict()
-        summary["drafter"] = str(self.export(self.output / "drafter"))
+        summary["drafter"] = str(self.export(self.output / "drafter", masters))
         bits = self.config.run.export_bits
         if bits is not None:
-            summary["quantized_drafter"] = str(self.export(self.output / f"drafter-{bits}bit", bits))
+            summary["quantized_drafter"] = str(self.export(self.output / f"drafter-{bits}bit", masters, bits))
         self.write({"kind": "end", "step": self.step, **summary})
         return summary
 
-    def export(self, folder: Path, bits: int | None = None) -> Path:
-        """The drafter as a checkpoint folder."""
-        state = state_arrays(self.model, self.optimizer.named_masters())
+    def export(self, folder: Path, masters: dict[str, Tensor] | None = None, bits: int | None = None) -> Path:
+        """The drafter as a checkpoint folder. masters: whole float32 weights, where they are at hand."""
+        state = state_arrays(self.model, masters or self.optimizer.whole_masters())
         return export_drafter(folder, state, self.shape, self.basis, bits)  # type: ignore[arg-type]
 
 

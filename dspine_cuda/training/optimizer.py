@@ -20,7 +20,8 @@ class MasterOptimizer:
         self.names = [name for name, _ in model.named_parameters()]
         self.parameters = [parameter for _, parameter in model.named_parameters()]
         self.separate = self.parameters[0].dtype != torch.float32
-        self.masters = [p.detach().float().clone() if self.separate else p for p in self.parameters]
+        own = [self._own(parameter) for parameter in self.parameters]
+        self.masters = [p.detach().float().clone() if self.separate else p for p in own]
         self.gradients = [torch.zeros_like(m, dtype=torch.float32, requires_grad=False) for m in self.masters]
         self.clip_norm = settings.clip_norm
         device = self.masters[0].device
@@ -37,9 +38,22 @@ class MasterOptimizer:
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._blamed = torch.zeros(len(self.masters), dtype=torch.bool, device=device)
 
+    def _own(self, parameter: Tensor) -> Tensor:
+        """The part of a parameter or gradient that this rank updates: all of it."""
+        return parameter
+
+    @property
+    def unsummed(self) -> list[Tensor]:
+        """Gradients that the ranks have yet to add up."""
+        return self.gradients
+
+    def _norms(self) -> Tensor:
+        """Norm of every parameter's gradient."""
+        return torch.stack(torch._foreach_norm(self.gradients))
+
     def collect(self) -> None:
         """Add the model's gradients to the float32 ones and clear them (after every micro-batch)."""
-        present = [(g, p.grad) for g, p in zip(self.gradients, self.parameters, strict=True) if p.grad is not None]
+        present = [(g, self._own(p.grad)) for g, p in zip(self.gradients, self.parameters, strict=True) if p.grad is not None]
         if present:
             torch._foreach_add_([g for g, _ in present], [grad.float() for _, grad in present])
         for parameter in self.parameters:
@@ -48,7 +62,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def step(self, rate: float) -> Tensor:
         """Clip, update unless a gradient is not finite, refresh the model's copies. Returns the norm before clipping."""
-        norms = torch.stack(torch._foreach_norm(self.gradients))
+        norms = self._norms()
         norm = norms.square().sum().sqrt()
         finite = torch.isfinite(norm)
         self._blamed |= ~torch.isfinite(norms)
@@ -74,6 +88,10 @@ class MasterOptimizer:
     def named_masters(self) -> dict[str, Tensor]:
         """Checkpoint name -> float32 master."""
         return dict(zip(self.names, self.held, strict=True))
+
+    def whole_masters(self) -> dict[str, Tensor]:
+        """Name -> whole float32 master; every rank calls it."""
+        return self.named_masters()
 
     def state_dict(self) -> dict[str, object]:
         """Everything `load_state_dict` needs, exact."""

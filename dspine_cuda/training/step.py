@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,9 @@ class LossForward:
         attention: str,
         compiled: bool,
         replaced: bool,
+        around: Callable[[Callable[..., DraftOutputs]], Callable[..., DraftOutputs]] | None = None,
     ) -> None:
+        """around: put around `draft_outputs`, e.g. what gathers sharded weights."""
         self.model, self.target, self.settings = model, target, settings
         self.masks = MaskBuilder(model.config.mask_rules(), attention)
         self.attention = pick_attention(attention, compiled)
@@ -105,15 +108,17 @@ class LossForward:
             self.kernels = self.kernels.compiled()
             self._draft = torch.compile(draft_outputs, dynamic=False)
             target.compile()
+        self._like = model.fc.weight.device, model.fc.weight.dtype  # sharding changes the parameters'
+        if around is not None:
+            self._draft = around(self._draft)
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def rope(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin [P, hd] covering `length` positions and a block."""
         size = length + self.model.config.block_size
         if self._rope is None or self._rope[0].shape[0] < size:
-            like = self.model.fc.weight
             tables = rope_tables(self.model.config.rope, self.model.config.head_dim, size)
-            cos, sin = (torch.from_numpy(table).to(like.device, like.dtype) for table in tables)
+            cos, sin = (torch.from_numpy(table).to(*self._like) for table in tables)
             self._rope = (cos, sin)
         return self._rope
 

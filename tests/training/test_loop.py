@@ -171,20 +171,69 @@ def test_micro_batches_change_nothing(place: Path) -> None:
     np.testing.assert_allclose(results[0], results[1], rtol=1e-4)
 
 
-def _one_rank(rank: int, port: int, settings: dict) -> None:
+def _one_rank(rank: int, port: int, runs: list[tuple[dict, bool]]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    Trainer(parse_train_config(settings)).run()
+    for settings, resume in runs:
+        Trainer(parse_train_config(settings), resume).run()
     torch.distributed.destroy_process_group()
+
+
+def on_two_ranks(*runs: tuple[dict, bool]) -> None:
+    """Runs (settings, resume), one after another, on two processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_one_rank, args=(port, list(runs)), nprocs=2)
+
+
+def checkpoint_of(place: Path, name: str, step: int) -> dict:
+    return torch.load(place / f"{name}/checkpoints/step-{step:08d}.pt", weights_only=True)["optimizer"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sharded_ranks_equal_whole_ones_and_either_resumes_the_other(place: Path, dtype: str) -> None:
+    """FSDP on two ranks against plain ranks; its checkpoint holds whole tensors, read by one process and by two."""
+
+    def settings(name: str, shard: str, stop: int | None = None) -> dict:
+        run = {"dtype": dtype, "checkpoint_every": 4, "stop_after": stop, "shard": shard, "keep_checkpoints": 3}
+        rate = {"learning_rate": 3e-3, "micro_batches": 2 if dtype == "float32" else 1}
+        return run_of(place, name, run=run, optimizer=rate, schedule={"max_steps": 6, "replacement_layers": 1})
+
+    on_two_ranks(
+        (settings("whole", "none"), False),
+        (settings("sharded", "fsdp", 4), False),
+        (settings("cut", "fsdp", 4), False),
+        (settings("cut", "fsdp"), True),
+    )
+    train(parse_train_config(settings("sharded", "none")), resume=True)
+    want = losses(place / "whole")
+    np.testing.assert_allclose(losses(place / "sharded")[:4], want[:4], rtol=1e-5)
+    np.testing.assert_allclose(losses(place / "cut"), want, rtol=1e-5 if dtype == "float32" else 1e-3)
+    np.testing.assert_allclose(
+        losses(place / "sharded"), want, rtol=1e-4 if dtype == "float32" else 2e-2
+    )  # one rank rounds anew
+    whole, sharded = (checkpoint_of(place, name, 4) for name in ("whole", "sharded"))
+    for name, master in whole["masters"].items():
+        torch.testing.assert_close(sharded["masters"][name], master, rtol=1e-4, atol=1e-5, msg=name)
+    for index, entry in whole["adamw"].items():
+        for name, value in entry.items():
+            torch.testing.assert_close(sharded["adamw"][index][name], value, rtol=1e-3, atol=1e-6, msg=f"{index} {name}")
+    target = load_frozen_target(place / "target", torch.device("cpu"), torch.float32)
+    pair = [load_drafter(place / name / "drafter", target).model for name in ("whole", "cut")]
+    for (name, ours), theirs in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4, msg=name)
+
+
+def test_one_process_shards_nothing(place: Path) -> None:
+    with pytest.raises(DSpineError, match="run.shard=fsdp needs several processes"):
+        Trainer(parse_train_config(run_of(place, "run", run={"shard": "fsdp"})))
 
 
 def test_two_ranks_equal_one(place: Path) -> None:
     sections = {"run": {"stop_after": 4}}
     train(parse_train_config(run_of(place, "one", **sections)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_one_rank, args=(port, run_of(place, "two", **sections)), nprocs=2)
+    on_two_ranks((run_of(place, "two", **sections), False))
     np.testing.assert_allclose(losses(place / "two"), losses(place / "one"), rtol=1e-4)
     one, two = (torch.load(place / f"{name}/checkpoints/step-00000004.pt", weights_only=True) for name in ("one", "two"))
     for name, state in one["optimizer"]["adamw"].items():  # the first moment: a running mean of the gradients themselves
