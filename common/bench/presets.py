@@ -56,6 +56,13 @@ def cut_layers(preset: Preset, layers: int) -> Preset:
     return Preset(f"{preset.name} cut to {layers} of {deep} layers", preset.about, config, drafter)
 
 
+def plain_drafter(preset: Preset) -> Preset:
+    """The same backbone as a causal DFlash drafter: no injection, no refinement. What they cost is the difference."""
+    drafter = {key: value for key, value in preset.drafter.items() if key != "dspine_config"}
+    drafter["architectures"] = ["DFlashDraftModel"]
+    return Preset(preset.name, preset.about, preset.config, drafter)
+
+
 def _all() -> list[Preset]:
     found = []
     for path in sorted(_FOLDER.glob("*.json")):

@@ -19,7 +19,7 @@ from rich.table import Table
 from dspine.common.bench.contenders import TracePolicy
 from dspine.common.bench.floors import Sizes, folder_sizes
 from dspine.common.bench.plots import pyplot, write_plots
-from dspine.common.bench.presets import cut_layers, find_preset
+from dspine.common.bench.presets import cut_layers, find_preset, plain_drafter
 from dspine.common.bench.random_weights import preset_folders
 from dspine.common.bench.run import LONGEST, BenchSettings, Subject, bench
 from dspine.common.bench.shapes import target_tensors
@@ -64,6 +64,14 @@ class BenchOptions:
         str | None, flag("A known shape instead of a model, e.g. Qwen/Qwen3-8B; its weights are random.", _SHAPE)
     ] = None
     layers: Annotated[int | None, flag("Only so many layers of that shape.", _SHAPE)] = None
+    plain_drafter: Annotated[
+        bool,
+        flag(
+            "A causal DFlash drafter of that shape instead of DSpine: what injection and refinement cost.",
+            _SHAPE,
+            "--plain-drafter",
+        ),
+    ] = False
     trace: Annotated[
         str | None, flag("Replay acceptance: a file of --record-trace, or a shipped one: smollm2, hybrid-tiny.", _SHAPE)
     ] = None
@@ -111,6 +119,7 @@ def build_settings(options: BenchOptions) -> BenchSettings:
     """Flags -> settings; the trace is read here. Raises DSpineError."""
     refused = [
         (options.layers is not None and options.random_weights is None, "--layers goes with --random-weights"),
+        (options.plain_drafter and options.random_weights is None, "--plain-drafter goes with --random-weights"),
         (options.prompts < 1 or options.prompts > len(PROMPTS), f"--prompts must be 1..{len(PROMPTS)}, got {options.prompts}"),
         (options.context is not None and options.context < 1, f"--context must be at least 1, got {options.context}"),
         (
@@ -184,6 +193,8 @@ def random_subject(options: BenchOptions, settings: BenchSettings, console: Cons
     preset = find_preset(options.random_weights or "")
     if options.layers is not None:
         preset = cut_layers(preset, options.layers)
+    if options.plain_drafter:
+        preset = plain_drafter(preset)
     runtime, reason = choose_runtime(options.backend)
     own = getattr(runtime, "load_random_target", None)
     console.print(f"{preset.name}: RANDOM weights ({preset.about})", markup=False)

@@ -11,12 +11,12 @@ import pytest
 
 from dspine.common.bench import floors
 from dspine.common.bench.contenders import LengthRounds, LoopContender, Task, TracePolicy
-from dspine.common.bench.presets import cut_layers, find_preset, preset_names
+from dspine.common.bench.presets import cut_layers, find_preset, plain_drafter, preset_names
 from dspine.common.bench.random_weights import preset_folders, write_random
 from dspine.common.bench.shapes import target_tensors
 from dspine.common.bench.timing import PHASES, HostTimer, PhaseRecorder
 from dspine.common.bench.trace import SHIPPED, Trace, load_trace, save_trace
-from dspine.common.checkpoints import read_header, read_tensor
+from dspine.common.checkpoints import expected_tensors, read_header, read_tensor
 from dspine.common.cli.bench import parse_lengths
 from dspine.common.configs import parse_drafter_config
 from dspine.common.errors import CheckpointError, DSpineError
@@ -377,3 +377,18 @@ def test_weights_in_memory_have_the_shapes_of_the_folder(tmp_path, monkeypatch, 
     for target in (RUNTIME.load_target(folder, device="cpu"), RUNTIME.load_random_target(bare, device="cpu")):
         logits = target.prefill(target.make_cache(8), tokens, chunk=4).logits
         assert logits.shape == (1, 128) and torch.isfinite(logits).all() and logits.std() > 0.1
+
+
+def test_a_plain_drafter_of_the_same_backbone():
+    """What injection and refinement cost is the difference of two drafters of one shape."""
+    preset = find_preset("toy-dense")
+    config, plain = (parse_drafter_config(p.drafter, where="preset") for p in (preset, plain_drafter(preset)))
+    assert (config.method, plain.method) == ("dspine", "dflash") and plain.dspine is None
+    assert plain.is_causal and plain.block_size == config.block_size
+    backbone = set(expected_tensors(plain))
+    assert backbone < set(expected_tensors(config))
+
+
+def test_a_plain_drafter_needs_a_shape(dspine):
+    made = dspine("bench", "--plain-drafter")
+    assert made.code == 2 and "--random-weights" in made.err
