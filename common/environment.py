@@ -19,6 +19,11 @@ def kernel_choice() -> str:
     return value
 
 
+def kernels_off() -> frozenset[str]:
+    """`DSPINE_KERNELS_OFF`: names of operations, between commas, whose registered kernels are not used (to measure without)."""
+    return frozenset(name for name in os.environ.get("DSPINE_KERNELS_OFF", "").replace(",", " ").split() if name)
+
+
 def early_launches() -> bool:
     """`DSPINE_EARLY_LAUNCH`: `1` (Triton kernels may start before the one in front has ended, where the GPU can) or `0`."""
     value = os.environ.get("DSPINE_EARLY_LAUNCH", "1")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dspine.common.environment import kernel_choice
+from dspine.common.environment import kernel_choice, kernels_off
 from dspine.common.errors import DSpineError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,7 +84,7 @@ def operation(function: F) -> F:
 
 def find_kernel(operation_name: str, array: Any) -> Kernel | None:
     """The kernel for this array, or None where the core's own code runs."""
-    if _reference_depth[0] or kernel_choice() == "reference":
+    if _reference_depth[0] or kernel_choice() == "reference" or operation_name in kernels_off():
         return None
     namespace = namespace_name(array)
     device_of = _device_of.get(namespace)
@@ -112,4 +112,5 @@ def kernel_report() -> dict[str, str]:
     """What runs where: `operation/namespace/device` -> name of the kernel. Operations not listed run the core's code."""
     if kernel_choice() == "reference":
         return {}
-    return {"/".join(key): kernel.name for key, kernel in sorted(_kernels.items())}
+    off = kernels_off()
+    return {"/".join(key): kernel.name for key, kernel in sorted(_kernels.items()) if key[0] not in off}

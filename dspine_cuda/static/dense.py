@@ -12,7 +12,7 @@ from dspine.common.attention import block_attention
 from dspine.common.gating import silu_mul
 from dspine.common.norms import add_rms_norm
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Where, place_inputs
+from dspine_cuda.static.steps import Where, few_rows, place_inputs
 from dspine_cuda.targets.dense import DenseLayer, DenseTarget
 
 
@@ -28,9 +28,9 @@ class StaticDense:
     """`begin`, `finish` and `commit` of a `DenseTarget` on an arena; nothing is read by the host."""
 
     def __init__(self, target: DenseTarget, arena: Arena, *, pad_rows: int = 0) -> None:
-        """pad_rows: products take at least this many rows, the missing ones zeros (0: as many as there are). A vendor's product
-        may sum in another order for another number of rows; with 16, plain steps and verification run the same ones, so a
-        token's bits do not depend on w. It costs one small launch a layer and one a step."""
+        """pad_rows: products take at least this many rows, the missing ones zeros (0: as many as there are). Only where they
+        are the vendor's (`few_rows`): those may sum in another order for another number of rows, and with 16, plain steps and
+        verification run the same ones. It costs one small launch a layer and one a step."""
         self.target, self.arena, self.pad_rows = target, arena, pad_rows
         self.stores = arena.kv.store.unbind(0)
 
@@ -51,15 +51,17 @@ class StaticDense:
         for layer, store in zip(target.layers, self.stores, strict=True):
             entry, normed = add_rms_norm(residual, update, layer.input_norm)
             outputs.append(entry)
-            mixed = self._padded(attend(layer, layer.qkv(normed), store, where))
-            residual, normed = add_rms_norm(entry, layer.output(mixed), layer.mlp_norm)
-            update = layer.down(silu_mul(layer.gate_up(normed)))
+            mixed = self._padded(attend(layer, few_rows(layer.qkv, normed), store, where))
+            residual, normed = add_rms_norm(entry, few_rows(layer.output, mixed), layer.mlp_norm)
+            update = few_rows(layer.down, silu_mul(few_rows(layer.gate_up, normed)))
         last, normed = add_rms_norm(residual, update, target.norm)
         outputs = [*outputs[1:], last]
         rows = where.batch * w
         shape = (where.batch, w, -1)
         features = torch.cat([outputs[i][:rows] for i in target.taps], dim=-1).view(shape) if target.taps else None
-        return StaticOutput(target._head(normed)[:rows].view(shape), features)  # greedy acceptance needs no wider copy
+        return StaticOutput(
+            few_rows(target._head, normed)[:rows].view(shape), features
+        )  # greedy acceptance needs no wider copy
 
     def commit(self, m: Tensor) -> None:
         """K/V rows behind the new length are scratch; the lengths are the round's business."""

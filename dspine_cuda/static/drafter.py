@@ -16,7 +16,7 @@ from dspine.common.protocols import DraftRequest, Proposal
 from dspine_cuda.draft_inference import LeanLayer, signed_tables
 from dspine_cuda.drafter import BlockStates, TorchDrafter
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Where, place_inputs
+from dspine_cuda.static.steps import Where, few_rows, place_inputs
 
 
 def refusal(drafter: Any) -> str | None:
@@ -87,28 +87,30 @@ class StaticDrafter:
         block = (where.batch, where.count, -1)
         if injection.second is not None:  # two hops: the eager steps
             return add_rms_norm(injection.apply_(index, pre.clone().view(block), code).view(pre.shape), None, norm)
-        gated = injection_messages(injection.readouts[index](pre).view(block), code, weights)
+        gated = injection_messages(few_rows(injection.readouts[index], pre).view(block), code, weights)
         return injection_write(pre, gated.view(pre.shape[0], -1), weights.write, norm)  # type: ignore[return-value]
 
     def _layer(self, index: int, layer: LeanLayer, entry: Tensor, normed: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """(residual stream before the MLP's sum, the MLP's output), [N, H] each, of the stream [N, H] and its norm."""
         block = (where.batch, where.count, -1)
         normed, after = _prepared(layer.attention_conv, normed, block)
-        projected = layer.qkv(normed).view(where.batch, where.count, -1, layer.head_dim)
+        projected = few_rows(layer.qkv, normed).view(where.batch, where.count, -1, layer.head_dim)
         store, rule = self.stores[index], self.drafter.rules[index]
         query = place_inputs(projected, store, where, layer.heads, layer.qk_norm)
         mixed = block_attention(query, store[0], store[1], where.lengths, self.scale, rule.causal, rule.window)
-        mixed = _finished(layer.attention_conv, layer.output(mixed.reshape(entry.shape[0], -1)), after, block)
+        mixed = _finished(layer.attention_conv, few_rows(layer.output, mixed.reshape(entry.shape[0], -1)), after, block)
         residual, normed = add_rms_norm(entry, mixed, layer.mlp_norm)
         normed, after = _prepared(layer.mlp_conv, normed, block)
-        return residual, _finished(layer.mlp_conv, layer.down(silu_mul(layer.gate_up(normed))), after, block)
+        return residual, _finished(
+            layer.mlp_conv, few_rows(layer.down, silu_mul(few_rows(layer.gate_up, normed))), after, block
+        )
 
     def commit(self, features: Tensor, m: Tensor, lengths: Tensor) -> None:
         """Context K/V of the first m int32 [B] of features [B, w, F], behind `lengths` int32 [B] committed tokens."""
         batch, count = features.shape[:2]
         lean, where = self.drafter.lean, Where(lengths, m, self.cos, self.sin, count)
         flat = features.reshape(batch * count, -1).to(self.stores[0].dtype)
-        rows = lean.context_kv(lean.hidden_norm(lean.fc(flat)))
+        rows = few_rows(lean.context_kv, lean.hidden_norm(few_rows(lean.fc, flat)))
         rows = rows.view(batch, count, len(lean.layers), 2 * lean.kv_heads, lean.head_dim)
         for index, (store, norm) in enumerate(zip(self.stores, self.key_norms, strict=True)):
             place_inputs(rows[:, :, index], store, where, 0, norm)

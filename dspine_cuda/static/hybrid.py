@@ -23,12 +23,10 @@ from dspine.common.experts import SharedExpert, pick_experts, routed_experts
 from dspine.common.gating import sigmoid_mul, silu_mul
 from dspine.common.gdn import MAX_TOKENS, GdnFactors
 from dspine.common.gdn_rounds import GdnKept, GdnLayerWeights, gdn_keep, gdn_round
-from dspine.common.linear_rows import linear_rows
 from dspine.common.norms import add_rms_norm
 from dspine_cuda.static.arena import Arena
 from dspine_cuda.static.dense import StaticOutput
-from dspine_cuda.static.steps import Where, place_inputs
-from dspine_cuda.targets.exact import Linear
+from dspine_cuda.static.steps import Where, few_rows, place_inputs
 from dspine_cuda.targets.hybrid import HybridLayer, HybridTarget
 from dspine_cuda.targets.mixers import AttentionMixer, GdnMixer
 from dspine_cuda.targets.moe import Routed, SparseMlp
@@ -161,13 +159,6 @@ def put(*pairs: tuple[Tensor, Tensor]) -> None:
     for place, new in pairs:
         if new.data_ptr() != place.data_ptr():  # the core's own code writes nothing in place
             (place if new.shape == place.shape else place[:, : new.shape[1]]).copy_(new)
-
-
-def few_rows(linear: Linear, x: Tensor) -> Tensor:
-    """x [N, in] -> [N, out], rows perhaps apart; on CUDA, for up to 16 rows, a row's bits do not depend on the others."""
-    if linear.weight is None or not x.is_cuda or x.shape[0] > MAX_TOKENS:
-        return linear(x)
-    return linear_rows(x, linear.weight)
 
 
 def route(mlp: SparseMlp, normed: Tensor) -> Routed:

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from dspine.common.attention import attention_inputs
+from dspine.common.gdn import MAX_TOKENS
+from dspine.common.linear_rows import linear_rows
+from dspine.common.registry import find_kernel
+from dspine_cuda.targets.layers import Linear
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,14 @@ class Where:
     def batch(self) -> int:
         """B."""
         return self.lengths.shape[0]
+
+
+def few_rows(linear: Linear, x: Tensor) -> Tensor:
+    """x [N, in] -> [N, out], rows perhaps apart: for up to 16 rows by `linear_rows`, where it has a kernel and the weight can
+    be read. A row's bits then do not depend on the others."""
+    if linear.weight is None or x.shape[0] > MAX_TOKENS or find_kernel(linear_rows.__name__, x) is None:
+        return linear(x)
+    return linear_rows(x, linear.weight)
 
 
 def place_inputs(projected: Tensor, store: Tensor, where: Where, heads: int, norm: Any | None) -> Tensor:

@@ -25,7 +25,7 @@ from dspine_cuda.arrays import TorchArrays
 from dspine_cuda.caches import KVCache
 from dspine_cuda.targets.checkpoint import TargetTensors
 from dspine_cuda.targets.config import DecoderConfig
-from dspine_cuda.targets.layers import Map, Norm, RotaryTables, make_linear, make_norm, rotate_
+from dspine_cuda.targets.layers import Linear, Norm, RotaryTables, make_linear, make_norm, rotate_
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class DenseLayer:
         self.rotated = config.num_heads + config.num_kv_heads
         self.grouped = config.num_heads != config.num_kv_heads
 
-        def stacked(names: tuple[str, ...], has_bias: bool) -> Map:
+        def stacked(names: tuple[str, ...], has_bias: bool) -> Linear:
             def read(part: str) -> Tensor:
                 return torch.cat([tensors.read(f"{prefix}{name}.{part}").to(dtype) for name in names]).to(device)
 
@@ -140,7 +140,7 @@ class LeanTarget:
     config: Any
     embedding: Tensor
     head_matrix: Tensor
-    _head: Map
+    _head: Linear
     taps: tuple[int, ...]
 
     def bind_features(self, layer_ids: Sequence[int]) -> None:

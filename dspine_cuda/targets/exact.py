@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspine_cuda.targets.layers import Map, Norm, can_pack, make_linear
+from dspine_cuda.targets.layers import Linear, Norm, make_linear
 
 _LARGEST_COPY = 1 << 26  # elements of a matrix of which a second, transposed copy is kept
 
@@ -32,24 +32,11 @@ def product(x: Tensor, transposed: Tensor) -> Tensor:
     return x.mm(transposed)
 
 
-class Linear:
-    """y = x W^T as a function of x [N, in], with the `weight` [out, in] that fused operations read (None where a library keeps
-    it in a layout of its own)."""
-
-    __slots__ = ("run", "weight")
-
-    def __init__(self, run: Map, weight: Tensor | None) -> None:
-        self.run, self.weight = run, weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.run(x)
-
-
 def make_exact_linear(weight: Tensor, *, keep: bool = False) -> Linear:
     """y = x W^T as a function of x [N, in] -> [N, out]; weight [out, in]. `keep`: the caller keeps `weight` too, so a large
     one is not copied."""
     if not rows_exact(weight.dtype, weight.device):
-        return Linear(make_linear(weight), None if can_pack(weight.dtype, weight.device) else weight)
+        return make_linear(weight)
     if keep and weight.numel() > _LARGEST_COPY:
         return Linear(lambda x: weight.mm((torch.cat((x, x)) if x.shape[0] == 1 else x).t()).t()[: x.shape[0]], weight)
     transposed = weight.t().contiguous()

@@ -26,13 +26,26 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return all(hasattr(torch.ops.mkldnn, name) for name in names) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Map:
-    """y = x W^T + b as a function of x [N, in] -> [N, out]; weight [out, in]. Packs the weight where that is possible."""
+class Linear:
+    """y = x W^T + b as a function of x [N, in], with the `weight` [out, in] that fused operations read (None where there is a
+    bias, or a library keeps the weight in a layout of its own)."""
+
+    __slots__ = ("run", "weight")
+
+    def __init__(self, run: Map, weight: Tensor | None) -> None:
+        self.run, self.weight = run, weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The product of a weight [out, in]; packs it where that is possible."""
     if not can_pack(weight.dtype, weight.device):
-        return lambda x: F.linear(x, weight, bias)
+        return Linear(lambda x: F.linear(x, weight, bias), weight if bias is None else None)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
     run = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: run(x, packed, bias, "none", [], "")
+    return Linear(lambda x: run(x, packed, bias, "none", [], ""), None)
 
 
 class Norm:

@@ -61,6 +61,9 @@ def test_registered_once_asked_and_only_where_it_fits(monkeypatch):
     assert registry.kernel_report()["top_k/torch/cpu"] == "torch.topk over keys"
     assert registry.kernel_report()["top_k/torch/cuda"] == "torch.topk over keys"
     kernel = registry.find_kernel("top_k", torch.zeros(3))
+    monkeypatch.setenv("DSPINE_KERNELS_OFF", "path_walk, top_k")
+    assert registry.find_kernel("top_k", torch.zeros(3)) is None and "top_k/torch/cpu" not in registry.kernel_report()
+    monkeypatch.delenv("DSPINE_KERNELS_OFF")
     assert kernel is not None and kernel.supports is not None
     assert kernel.supports(torch.zeros(3), 3) and not kernel.supports(torch.zeros(3, dtype=torch.float64), 3)
     doubles = torch.tensor([1.0, 1.0 + 1e-12, 0.0], dtype=torch.float64)  # equal as float32: the core's own code must run
