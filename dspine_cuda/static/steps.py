@@ -53,9 +53,10 @@ class Where:
 def few_rows(linear: Linear, x: Tensor) -> Tensor:
     """x [N, in] -> [N, out], rows perhaps apart: for up to 16 rows by `linear_rows`, where it has a kernel and the weight can
     be read. A row's bits then do not depend on the others."""
-    if linear.weight is None or x.shape[0] > MAX_TOKENS or find_kernel(linear_rows.__name__, x) is None:
+    weight = linear.weight
+    if weight is None or not weight.is_contiguous() or x.shape[0] > MAX_TOKENS or find_kernel(linear_rows.__name__, x) is None:
         return linear(x)
-    return linear_rows(x, linear.weight)
+    return linear_rows(x, weight)
 
 
 def place_inputs(projected: Tensor, store: Tensor, where: Where, heads: int, norm: Any | None) -> Tensor:
