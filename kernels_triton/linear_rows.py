@@ -40,7 +40,8 @@ def choose(columns: int, size: int, dtype: torch.dtype) -> Launch:
     if dtype == torch.float32:
         chosen = Launch(32, 64, 4, 3, 0)
     else:
-        chosen = Launch(16, 256) if columns <= 4608 else Launch(32, 128)
+        # few columns: few programs, each of which must keep more bytes in flight
+        chosen = Launch(16, 512, fetch=1024) if columns <= 4608 else Launch(32, 128)
     columns, step = (programs_of(min(n, 512), least) for n, least in ((columns, chosen.columns), (size, chosen.step)))
     return replace(chosen, columns=columns, step=step)
 
