@@ -73,9 +73,18 @@ def load_conversations(path: Path | str, tokenizer: Callable[[], Any] | None = N
 
 def _read_shard(path: Path) -> list[Conversation]:
     try:
-        with np.load(path) as shard:
+        with path.open("rb") as file, np.load(file) as shard:  # numpy leaves a damaged file of its own opening open
             arrays = {name: shard[name] for name in shard.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        TypeError,
+        MemoryError,
+        NotImplementedError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise DSpineError(f"{path}: not a readable npz shard ({error}); delete it or have it made again") from error
     missing = [name for name in _SHARD_KEYS if name not in arrays]
     if missing:
@@ -83,9 +92,16 @@ def _read_shard(path: Path) -> list[Conversation]:
     tokens, lengths, prompts = (arrays[name] for name in _SHARD_KEYS)
     if tokens.ndim != 1 or lengths.ndim != 1 or (lengths < 0).any():
         raise DSpineError(f"{path}: tokens and lengths must be flat lists, lengths 0 or more")
-    if int(lengths.sum()) != len(tokens) or len(prompts) != len(lengths):
+    if int(lengths.sum()) != len(tokens):
         raise DSpineError(f"{path}: lengths add up to {int(lengths.sum())} tokens, the shard holds {len(tokens)}")
+    for name in _SHARD_KEYS:
+        if arrays[name].ndim != 1 or not np.issubdtype(arrays[name].dtype, np.integer) or (arrays[name] < 0).any():
+            raise DSpineError(f"{path}: {name} must be a flat list of whole numbers, 0 or more")
     greedy = arrays.get("greedy", np.zeros(len(lengths), dtype=bool))
+    if len(prompts) != len(lengths) or greedy.shape != lengths.shape:
+        raise DSpineError(
+            f"{path}: {len(lengths)} lengths, but {len(prompts)} prompt_lengths and {greedy.size} marks of greedy answers"
+        )
     ends = np.cumsum(lengths)
     return [
         Conversation(tokens[end - length : end], np.arange(length) >= prompt, bool(is_greedy))

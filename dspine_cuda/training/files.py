@@ -27,14 +27,18 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> Path:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+        raise_disk_full(error, path)
+        raise
+    return path
+
+
+def raise_disk_full(error: OSError, path: Path, again: str = "run the same command again") -> None:
+    """DSpineError if `error` says that the disk is full; else nothing."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path.parent).free / 1e6
         raise DSpineError(
-            f"disk full while writing {path} ({free:.0f} MB free); finished files are whole: free some space and run the "
-            f"same command again"
+            f"disk full while writing {path} ({free:.0f} MB free); finished files are whole: free some space and {again}"
         ) from error
-    return path
 
 
 def write_json(path: Path, content: Any) -> Path:
@@ -51,6 +55,14 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
             file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
 
     return write_whole(path, write)
+
+
+def read_json(path: Path) -> Any:
+    """One JSON document that this project wrote; a damaged one is a DSpineError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DSpineError(f"{path}: damaged ({error}); delete it to have it made again") from error
 
 
 def json_lines(text: str) -> list[str]:

@@ -28,6 +28,7 @@ from dspine_cuda.training.devices import pick_device
 from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
 from dspine_cuda.training.export import export_drafter
 from dspine_cuda.training.feature_cache import FeatureCache
+from dspine_cuda.training.files import raise_disk_full
 from dspine_cuda.training.initial import choose_mask_token, drafter_config, new_model, starting_model, state_arrays
 from dspine_cuda.training.losses import LossSums, combine
 from dspine_cuda.training.meter import Meter
@@ -476,4 +477,8 @@ def _line(row: dict[str, Any]) -> str:
 
 def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     """Run (or continue) one training."""
-    return Trainer(config, resume).run()
+    try:
+        return Trainer(config, resume).run()
+    except OSError as error:  # checkpoints say so themselves; metrics and the exported drafter end up here
+        raise_disk_full(error, Path(config.run.output_dir) / "metrics.jsonl", "run it again with --resume")
+        raise

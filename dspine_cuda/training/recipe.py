@@ -20,7 +20,7 @@ from dspine.common.models import resolve_model
 from dspine.common.tokenizer import encode_prompt, load_tokenizer
 from dspine_cuda.training.cached_generator import CachedGenerator, generator_for
 from dspine_cuda.training.data import load_conversations
-from dspine_cuda.training.files import json_lines, write_json, write_jsonl, write_shard
+from dspine_cuda.training.files import json_lines, read_json, write_json, write_jsonl, write_shard
 from dspine_cuda.training.generator import Answer, BatchGenerator, Job
 from dspine_cuda.training.progress import Advance, progress_bar
 from dspine_cuda.training.prompts import Distinct, Prompt, read_prompts, usable_prompt, user_turn
@@ -92,7 +92,7 @@ class Recipe:
         """A folder belongs to one recipe: another one would mix into its files."""
         path, wanted = self.output / "recipe.json", json.loads(json.dumps(asdict(self.settings)))
         if path.is_file():
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = read_json(path)
             changed = [f"{k}: {stored.get(k)!r} there, {v!r} now" for k, v in wanted.items() if stored.get(k) != v]
             if changed:
                 raise DSpineError(f"{self.output} was begun with other settings ({'; '.join(changed)}); use another folder")
@@ -163,7 +163,10 @@ class Recipe:
             generator = self._generator(len(turn.opening) + room, self.tokenizer.stop_ids | turn.ends)
             answers = sorted(generator.run(jobs), key=lambda a: a.job.number)
             write_jsonl(path, [self.tokenizer.decode(a.tokens[:-1].tolist()).strip() for a in answers if a.reason == "stop"])
-        return [json.loads(line) for line in json_lines(path.read_text(encoding="utf-8")) if line]
+        try:
+            return [json.loads(line) for line in json_lines(path.read_text(encoding="utf-8")) if line]
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DSpineError(f"{path}: damaged ({error}); delete it to have it made again") from error
 
     def _encode(self, prompts: list[str]) -> tuple[list[np.ndarray], int]:
         """Token ids as `dspine generate` would make them; prompts over the limit are counted, not cut."""

@@ -128,6 +128,17 @@ def test_bad_input_is_named(model: Path, tmp_path: Path) -> None:
             read_prompts(path)
 
 
+@pytest.mark.parametrize("name", ["recipe.json", "prompts/round_00000.jsonl", "data_00000.npz"])
+def test_a_damaged_file_of_a_run_is_named(model: Path, tmp_path: Path, name: str) -> None:
+    recipe(model, tmp_path, "run").run()
+    path = tmp_path / "run" / name
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DSpineError, match=f"{Path(name).name}.*delete it"):
+        recipe(model, tmp_path, "run").run()
+    path.unlink()
+    assert recipe(model, tmp_path, "run").run()["conversations"] >= 20 if name != "recipe.json" else True
+
+
 def test_prompt_shapes_and_copies(tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     rows = [
