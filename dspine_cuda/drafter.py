@@ -26,7 +26,6 @@ from dspine.common.mask_embedding import read_mask_embedding
 from dspine.common.proposing import make_proposal, own_scale, restricted, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.rope import rope_tables
-from dspine.common.transfer_space import known_token
 from dspine.common.transition import refine, transition_scores
 from dspine_cuda.draft_cache import DraftCache
 from dspine_cuda.draft_heads import GroupedConv, add_heads, draft_parts
@@ -294,7 +293,7 @@ class TorchDrafter:
     def transition(self, pre_injection: Tensor, anchor_code: Tensor, candidates: Tensor) -> Tensor:
         """The transition cache: u_L of rows 1..M [B, M, H], sqrt(r) C_x0 [B, r], candidates [B, M, K] -> [B, M, K, K]."""
         assert self.model.injection is not None
-        codes = known_token(self.model.transfer_codes, candidates[:, :-1])
+        codes = self.known(candidates[:, :-1])
         first = anchor_code[:, None, None, :].expand(-1, 1, candidates.shape[-1], -1)
         injection, last, norm = self.model.injection, self.config.num_layers - 1, self.model.norm
         weights, codes = injection.layer(last), torch.cat([first, codes], dim=1)
@@ -330,7 +329,12 @@ class TorchDrafter:
             embeddings = embeddings * self.config.input_embedding_scale
         if self._mask_embedding is not None:
             embeddings[:, 1:] = self._mask_embedding
-        return embeddings, None if self.model.injection is None else known_token(self.model.transfer_codes, anchor)
+        return embeddings, None if self.model.injection is None else self.known(anchor)
+
+    def known(self, tokens: Tensor) -> Tensor:
+        """`transfer_space.known_token` of int [...] -> [..., r], in two operations."""
+        codes = self.model.transfer_codes
+        return F.embedding(tokens, codes) * codes.shape[-1] ** 0.5
 
     def masks(self, start: int) -> dict[Any, Tensor | None]:
         """Attention mask of each layer rule for a block at position `start`."""
