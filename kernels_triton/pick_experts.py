@@ -1,7 +1,6 @@
 """A router's choice in one launch: softmax, the k largest, their weights. One program a token.
 
-Every probability becomes a key that holds its bits above the inverted number of its expert: no two keys are equal, and of
-equal probabilities the lower expert has the larger key. The k largest are taken one after another, in one warp.
+The k largest are taken one after another, in one warp: the largest bits, then the lowest expert that has them.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ def _pick_experts_kernel(
     largest = tl.max(tl.where(inside, logit, -3.0e38), 0)
     probability = tl.where(inside, tl.exp(tl.where(inside, logit - largest, 0.0)), 0.0)
     probability = probability / tl.sum(probability, 0)
-    # no key of an expert is below 0, NaN of either sign included: what is picked is always an expert
-    bits = (probability.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
-    key = tl.where(inside, (bits << 32) | (E_PAD - 1 - expert).to(tl.int64), -1)
-    chosen = tl.zeros([K_PAD], tl.int64)
+    # the bits of a probability are ordered as it is; no expert's are below 0, NaN of either sign included: what is picked is
+    # always an expert
+    key = tl.where(inside, probability.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+    chosen, bits = tl.zeros([K_PAD], tl.int32), tl.zeros([K_PAD], tl.int32)
     for j in tl.static_range(K):
         best = tl.max(key, 0)
-        chosen = tl.where(place == j, best, chosen)
-        key = tl.where(key == best, -1, key)
-    value = (chosen >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    value = tl.where(place < K, value, 0.0)
+        first = tl.min(tl.where(key == best, expert, E_PAD), 0)
+        chosen, bits = tl.where(place == j, first, chosen), tl.where(place == j, best, bits)
+        key = tl.where(expert == first, -1, key)
+    value = bits.to(tl.float32, bitcast=True)
     if NORMALISED:
         value = value / tl.sum(value, 0)
     at = row * K + place
-    tl.store(picks + at, E_PAD - 1 - (chosen & 0xFFFFFFFF), mask=place < K)
+    tl.store(picks + at, chosen.to(tl.int64), mask=place < K)
     tl.store(weights + at, narrow(value, logits.dtype.element_ty).to(tl.float32), mask=place < K)
 
 
