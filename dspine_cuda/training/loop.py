@@ -35,7 +35,6 @@ from dspine_cuda.training.meter import Meter
 from dspine_cuda.training.optimizer import MasterOptimizer
 from dspine_cuda.training.progress import progress_bar
 from dspine_cuda.training.schedules import alignment_beta, base_share, learning_rate, replacement_probability
-from dspine_cuda.training.sharding import ShardedOptimizer, sharded_draft
 from dspine_cuda.training.step import LossForward
 from dspine_cuda.training.target import load_frozen_target, load_tokenizer
 
@@ -337,6 +336,8 @@ class Trainer:
             raise BackendError("run.attention=flex has no backward pass on the CPU; use run.attention=sdpa")
         around = None
         if run.shard == "fsdp":
+            from dspine_cuda.training.sharding import sharded_draft
+
             world, dtype = self.ranks.world, getattr(torch, run.dtype)
             around = partial(sharded_draft, self.model, device=self.device, dtype=dtype, world=world)
         return LossForward(
@@ -350,8 +351,11 @@ class Trainer:
         )
 
     def _make_optimizer(self) -> MasterOptimizer:
-        kind = ShardedOptimizer if self.config.run.shard == "fsdp" else MasterOptimizer
-        return kind(self.model, self.config.optimizer)
+        if self.config.run.shard == "none":
+            return MasterOptimizer(self.model, self.config.optimizer)
+        from dspine_cuda.training.sharding import ShardedOptimizer
+
+        return ShardedOptimizer(self.model, self.config.optimizer)
 
     def run(self) -> dict[str, Any]:
         """Train to the end (or to a limit); returns a summary with the last acceptance and the exported folder."""

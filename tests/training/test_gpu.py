@@ -67,6 +67,19 @@ def test_a_run_in_bfloat16(tmp_path: Path) -> None:
     assert summary["steps"] == 30 and summary["skipped_steps"] == 0 and summary["peak_memory_bytes"] > 0
 
 
+def test_minutes_become_steps_on_the_device(tmp_path: Path) -> None:
+    write_target(tmp_path / "target")
+    write_shards(tmp_path / "data")
+    settings = train_settings(
+        tmp_path,
+        model=train_settings(tmp_path)["model"] | {"head_dim": 16, "init": "random"},
+        schedule={"max_steps": 12, "max_minutes": 9.0, "replacement_layers": 1},
+        run=train_settings(tmp_path)["run"] | {"device": "cuda", "dtype": "bfloat16"},
+    )
+    summary = train(parse_train_config(settings))
+    assert summary["steps"] == summary["max_steps"] == 12 and summary["skipped_steps"] == 0
+
+
 def test_generation_under_a_graph_equals_plain_steps(tmp_path: Path) -> None:
     """Slots at their own positions, drawn and greedy, against the CPU; float32, so that rounding decides nothing."""
     folder = write_target(tmp_path)
@@ -82,12 +95,12 @@ def test_generation_under_a_graph_equals_plain_steps(tmp_path: Path) -> None:
     assert same >= 36  # near-ties of random weights may fall differently between devices
 
 
-@pytest.mark.parametrize("method", ["dspine", "dflash2", "domino", "dspark"])
+@pytest.mark.parametrize("method", ["dspine", "beyond", "dflash2", "domino", "dspark"])
 def test_every_kind_gives_the_plain_gradient(tmp_path: Path, method: str) -> None:
     write_target(tmp_path / "target")
     write_shards(tmp_path / "data")
-    changes = {} if method == "dspine" else {"method": method}
-    loss = train_settings(tmp_path)["loss"] | ({} if method == "dspine" else {"alignment": "none"})
+    changes = {"dspine": {}, "beyond": {"hops": 2, "refined_layers": 2}}.get(method, {"method": method})
+    loss = train_settings(tmp_path)["loss"] | ({"alignment": "none"} if "method" in changes else {})
     results = []
     for name, run in {
         "plain": {"attention": "sdpa", "compile": False},
