@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from dspine.common.cli.options import Acceptance, DType, flag
+from dspine.common.cli.options import Acceptance, DType, Graphs, flag
 from dspine.common.embedded import EMBEDDED_NAME
 from dspine.common.errors import BackendError
 from dspine.common.generation import load
@@ -34,6 +34,7 @@ class ServeOptions:
     backend: Annotated[str, flag("`auto`, `mlx` or `torch`.", _MODEL)] = AUTO
     device: Annotated[str, flag("`auto`, or a device of the backend: cpu, cuda, metal.", _MODEL)] = AUTO
     dtype: Annotated[DType, flag("Number format of weights and activations.", _MODEL)] = DType[AUTO]
+    graphs: Annotated[Graphs, flag("Whole rounds as CUDA graphs: with --max-concurrency 1.", _MODEL)] = Graphs[AUTO]
     served_name: Annotated[str | None, flag("Model id of requests; without it the model's name.", _MODEL)] = None
 
     host: Annotated[str, flag("Address to listen at; loopback unless told.", _NET)] = "127.0.0.1"
@@ -65,10 +66,12 @@ def serve(options: ServeOptions) -> None:
     check_policy_name(options.policy)
     try:
         from dspine.common.serving.server import run
+        from dspine.common.serving.settings import graphs_mode
     except ModuleNotFoundError as error:
         install = "python -m pip install 'dspine[server]'"
         raise BackendError(f"`dspine serve` needs {error.name}, which is not installed: {install}") from error
     settings = build_settings(options)
+    graphs = graphs_mode(str(options.graphs), options.max_concurrency)
     runtime, reason = choose_runtime(options.backend)
 
     def load_engine() -> Engine:
@@ -79,6 +82,7 @@ def serve(options: ServeOptions) -> None:
             device=options.device,
             dtype=str(options.dtype),
             backend_reason=reason,
+            graphs=graphs,
         )
 
     sys.exit(run(load_engine, settings, _show))
@@ -137,6 +141,7 @@ def _show(address: str, summary: dict[str, Any]) -> None:
         "drafter": summary["drafter"] or "none",
         "policy": f"{summary['policy']}  ({summary['policy_reason']})" if summary["speculation"] else "-",
         "batching": f"{'on' if summary['batching'] else 'off'}  ({summary['batching_reason']})",
+        "graphs": f"{'on' if summary['graphs'] else 'off'}  ({summary['graphs_reason']})",
         "memory": "not known"
         if most is None
         else f"caches take at most {most / _MIB:.0f} MiB "

@@ -9,7 +9,7 @@ from time import perf_counter
 
 from dspine.common.decoding import DecodingLoop, DecodingParams, LogitsRule, Round
 from dspine.common.logprobs import TokenLogprobs
-from dspine.common.protocols import Engine, LengthPolicy
+from dspine.common.protocols import Drafter, Engine, LengthPolicy, Rounds
 from dspine.common.serving.errors import ApiError
 from dspine.common.serving.parsing import StopStrings
 from dspine.common.statistics import Statistics
@@ -51,6 +51,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: list[str], markers: dict[int, str]) -> None:
         self._detokenizer, self._stops, self._markers = Detokenizer(tokenizer), StopStrings(stops), markers
         self._special = tokenizer.special_ids
+        self.cuts = bool(stops)  # whether it may end an answer
         self._texts: list[str] = []
 
     def watch(self, token: int) -> bool:
@@ -87,20 +88,35 @@ class Job:
     number: int = field(default_factory=lambda: next(_numbers))
     cancelled: bool = False
     loop: DecodingLoop | None = None
+    rounds_by: str = ""  # where the engine has rounds without the CPU: how this request's run, and why
     submitted: float = field(default_factory=perf_counter)
     started: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
     _told: float = 0.0
 
-    def open(self, engine: Engine) -> DecodingLoop:
-        """Make the loop (allocates its caches). Raises DSpineError."""
+    def open(self, engine: Engine, rounds: Rounds | None = None) -> DecodingLoop:
+        """Make the loop (allocates its caches), over `rounds` where they can run this request. Raises DSpineError."""
         drafter = engine.drafter if self.draft else None
         self.started = self._told = perf_counter()
-        self.loop = DecodingLoop(
-            engine.target, drafter, self.prompt, self.params, self.policy, rules=self.make_rules(), watch=self.text.watch
-        )
+        rules = self.make_rules()
+        if rounds is not None:
+            self.loop, self.rounds_by = self._without_cpu(rounds, drafter, rules)
+        if self.loop is None:
+            self.loop = DecodingLoop(
+                engine.target, drafter, self.prompt, self.params, self.policy, rules=rules, watch=self.text.watch
+            )
         return self.loop
+
+    def _without_cpu(self, rounds: Rounds, drafter: Drafter | None, rules: list[LogitsRule]) -> tuple[DecodingLoop | None, str]:
+        """Nothing on the host may shape the logits or end the answer early: the device is ahead by then."""
+        if rules or self.text.cuts:
+            return None, f"eager: {'a bias or a grammar shapes' if rules else 'stop strings are watched'} on the host"
+        loop, reason = rounds.loop(drafter, self.prompt, self.params, self.policy)
+        if loop is None:
+            return None, f"eager: {reason}"
+        loop.watch = self.text.watch
+        return loop, f"graphs: {reason}"
 
     def tell(self, result: Round) -> None:
         """Hand a round's events to the sink."""

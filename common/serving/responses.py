@@ -201,9 +201,14 @@ class Answer:
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "speculative": speculative([choice.stats for choice in self.choices]),
+            "speculative": speculative([choice.stats for choice in self.choices]) | self._rounds_by(),
             "timings": timings(self.plan.jobs),
         }
+
+    def _rounds_by(self) -> dict[str, str]:
+        """How rounds ran, where they could run in more than one way: an eager fallback is never silent."""
+        found = dict.fromkeys(job.rounds_by for job in self.plan.jobs if job.rounds_by)
+        return {"rounds_by": "; ".join(found)} if found else {}
 
 
 def timings(jobs: Sequence[Job]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from dspine.common.decoding import DecodingLoop, Round
 from dspine.common.errors import BackendError, DSpineError
-from dspine.common.protocols import Engine, ServingRuntime, ServingSupport
+from dspine.common.protocols import Engine, Rounds, ServingRuntime, ServingSupport
 from dspine.common.runtimes import load_runtime
 from dspine.common.serving.errors import ApiError
 from dspine.common.serving.jobs import Job
@@ -182,6 +182,11 @@ class Scheduler:
         self._opened = True
 
     @property
+    def rounds(self) -> Rounds | None:
+        """Rounds without the CPU: they hold one sequence, so only a server of one sequence has them."""
+        return self.engine.rounds if self.settings.max_concurrency == 1 else None
+
+    @property
     def batches(self) -> bool:
         """Whether several sequences run as one batch."""
         return self._rounds is not None
@@ -220,7 +225,7 @@ class Scheduler:
 
     def _start(self, job: Job) -> None:
         try:
-            loop = job.open(self.engine)
+            loop = job.open(self.engine, self.rounds)
             self.prefixes.fill(loop, ((_tokens(other), other) for other in self._loops(besides=job)))
         except FAILURES as error:
             self._fail(job, error)
@@ -299,6 +304,7 @@ class Scheduler:
                 self.prefixes.clear()
         if job.loop is not None:  # the caches go with it
             job.loop.cache = job.loop.draft_cache = None
+            job.loop.finish_reason = job.loop.finish_reason or "cancelled"  # it holds no arena any more
         with self._condition:
             if job in self._running:
                 self._running.remove(job)

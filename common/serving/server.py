@@ -10,7 +10,9 @@ from typing import Any
 
 import uvicorn
 
+from dspine.common.decoding import DecodingParams
 from dspine.common.protocols import Engine
+from dspine.common.selection.choose import choose_policy
 from dspine.common.serving.app import build_app
 from dspine.common.serving.http import JsonLines, log_event
 from dspine.common.serving.metrics import Metrics
@@ -18,13 +20,15 @@ from dspine.common.serving.scheduler import Scheduler
 from dspine.common.serving.service import Service
 from dspine.common.serving.settings import LOOPBACK, ServerSettings
 
+_CAPTURED = 8192  # tokens: a longer request makes its own arena, and waits for its graphs
+
 
 class Server:
     """A loaded engine behind an application. `app` is ASGI; `close` ends the worker."""
 
     def __init__(self, load: Callable[[], Engine], settings: ServerSettings) -> None:
         self.settings, self.metrics = settings, Metrics()
-        self.scheduler = Scheduler(load, settings.scheduler, self.metrics)
+        self.scheduler = Scheduler(lambda: captured(load(), settings), settings.scheduler, self.metrics)
         engine = self.scheduler.start()
         try:
             self.service = Service(engine, settings)
@@ -42,6 +46,8 @@ class Server:
             **self.service.facts(),
             "batching": scheduler.batches,
             "batching_reason": scheduler.support.reason,
+            "graphs": scheduler.rounds is not None,
+            "graphs_reason": self.graphs_reason,
             "max_concurrency": settings.max_concurrency,
             "max_queue": settings.max_queue,
             "prefix_cache_bytes": scheduler.prefixes.limit,
@@ -54,10 +60,36 @@ class Server:
             "api_key": self.settings.api_key is not None,
         }
 
+    @property
+    def graphs_reason(self) -> str:
+        """Why rounds run as graphs, or not."""
+        if self.settings.scheduler.max_concurrency > 1:
+            return "rounds as graphs hold one sequence: --max-concurrency 1 has them"
+        return self.scheduler.engine.rounds_reason or "this engine has no rounds as graphs"
+
     def close(self, grace: float = 0.0) -> bool:
         """End the worker; true if every request was finished."""
         self.service.planner.shutdown(wait=False)
         return self.scheduler.stop(grace)
+
+
+def captured(engine: Engine, settings: ServerSettings) -> Engine:
+    """The engine, its graphs of greedy requests captured where this server uses them (on the worker's thread), in an arena as
+    long as requests may be, up to `_CAPTURED` tokens: the first request does not wait for it."""
+    if engine.rounds is None or settings.scheduler.max_concurrency > 1:
+        return engine
+    drafts = engine.drafter is not None
+    choice = choose_policy(
+        settings.policy, engine, calibration=settings.calibration, acceptance=settings.acceptance, draft=drafts
+    )
+    context = min(engine.target.info.context_length, settings.max_context or _CAPTURED, _CAPTURED)
+    params = DecodingParams(max_tokens=max(context - 1, 1), break_even=0)
+    loop, _ = engine.rounds.loop(engine.drafter, [0], params, choice.policy)
+    if loop is not None:
+        while len(loop.output) < 2 and loop.finish_reason is None:
+            loop.step()
+        loop.finish_reason = "captured"  # it holds the arena no more
+    return engine
 
 
 class _Uvicorn(uvicorn.Server):

@@ -10,6 +10,19 @@ from dspine.common.serving.scheduler import SchedulerSettings
 LOOPBACK = "127.0.0.1"
 
 
+def graphs_mode(asked: str, max_concurrency: int) -> str:
+    """`--graphs` as `load` wants it. Rounds as graphs hold one sequence: with more of them `on` is refused (DSpineError), and
+    `auto` is off."""
+    if max_concurrency == 1:
+        return asked
+    if asked == "on":
+        raise DSpineError(
+            f"--graphs on: rounds as graphs hold one sequence, and --max-concurrency is {max_concurrency}; use "
+            "--max-concurrency 1, or --graphs off: several sequences run as one eager batch"
+        )
+    return "off"
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """names: model ids that requests may use, the first is shown; api_key: None lets everyone in; max_context: prompt and

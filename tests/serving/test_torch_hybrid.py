@@ -104,6 +104,11 @@ def test_a_state_cannot_be_cut(pair):
     with pytest.raises(DSpineError, match="snapshot of 16 tokens"):
         ops.save(loop.cache, loop.draft_cache, 16)
     saved = ops.save(loop.cache, loop.draft_cache, loop.committed)
+    fresh = pair[0].make_cache(64)
+    places = fresh.states.data_ptr(), fresh.windows.data_ptr()
+    ops.load(saved[:3], fresh, None, loop.committed)
+    assert (fresh.states.data_ptr(), fresh.windows.data_ptr()) == places  # graphs know caches by their addresses
+    assert torch.equal(fresh.states, loop.cache.states)
     with pytest.raises(DSpineError, match="cannot start"):
         ops.load(saved, pair[0].make_cache(64), None, 16)
     with pytest.raises(DSpineError, match="cannot be cut"):

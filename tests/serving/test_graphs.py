@@ -1,0 +1,189 @@
+"""`dspine serve --graphs`: one sequence over static rounds, refused for more, and every eager fallback is told.
+
+The static steps run without CUDA here (`EagerRunner`); what is tested is how the server drives them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import httpx
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dspine.common import runtimes
+from dspine.common.cli import serve as command
+from dspine.common.decoding import DecodingParams
+from dspine.common.errors import DSpineError
+from dspine.common.generation import load
+from dspine.common.runtimes import choose_runtime
+from dspine.common.selection.policies import StaticPolicy
+from dspine.common.serving.scheduler import SchedulerSettings
+from dspine.common.serving.server import Server, captured
+from dspine.common.serving.settings import ServerSettings, graphs_mode
+from dspine.common.tokenizer import load_tokenizer
+from dspine_cuda.graphs import EagerRunner
+from dspine_cuda.static.loop import GraphDecoder
+from tests.helpers.drafters import drafter_folder
+from tests.helpers.hybrids import save_hybrid
+from tests.helpers.models import VOCAB, save_tiny
+from tests.serving.toys import running
+
+WORDS = " ".join(f"w{n}" for n in (5, 9, 11, 4, 21, 33, 7, 8, 60, 12, 31, 17))
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_moe_text"])
+def engines(request, tmp_path_factory):
+    """make(static) -> a fresh engine, with static rounds or without."""
+    root = tmp_path_factory.mktemp("pair")
+    save = save_tiny if request.param == "qwen3" else save_hybrid
+    model = save(root / "target", request.param, max_position_embeddings=96)
+    raw = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w0", eos_token="w2")
+    backend.save_pretrained(root / "target")
+    backend.save_pretrained(root / "words")  # beside no config.json: a family's own class would cut words its own way
+    head = model.get_output_embeddings().weight.detach().float().numpy()
+    drafter_folder(root / "draft", "dspine", 6, head, model.config.num_hidden_layers, head_dim=16)
+    runtime, reason = choose_runtime("torch")
+
+    def make(static):
+        engine = load(runtime, str(root / "target"), str(root / "draft"), device="cpu", dtype="float32", backend_reason=reason)
+        engine.tokenizer = load_tokenizer(root / "words")
+        if static:
+            engine.rounds = GraphDecoder(engine.target, engine.drafter, make_runner=EagerRunner)
+            engine.rounds_reason = "steps without graphs"
+        return engine
+
+    return make
+
+
+def serve(engine, concurrency=1, **settings):
+    scheduler = SchedulerSettings(max_concurrency=concurrency, prefix_grain=4, prefill_chunk=8)
+    return Server(lambda: engine, ServerSettings(names=("tiny",), scheduler=scheduler, default_max_tokens=12, **settings))
+
+
+BODIES = {
+    "greedy": {"temperature": 0},
+    "plain": {"temperature": 0, "draft": False},
+    "seed": {"temperature": 0.8, "seed": 3},
+    "stop": {"temperature": 0, "stop": ["w1"]},
+    "bias": {"temperature": 0, "logit_bias": {"9": 2.0}},
+    "penalty": {"temperature": 0, "presence_penalty": 1.0},
+    "logprobs": {"temperature": 0, "logprobs": 2},
+}
+EAGER = {"stop": "stop strings", "bias": "a bias or a grammar", "penalty": "penalties", "logprobs": "log-probabilities"}
+
+
+def test_answers_are_the_eager_servers(engines):
+    """Greedy, plain and sampled over static rounds; what the host must see runs eagerly, and says so; prefixes are kept and
+    reused between both."""
+    found = {}
+    for static in (False, True):
+        server = serve(engines(static))
+        assert server.summary()["graphs"] is static
+        with running(server) as url:
+            for name, change in (*BODIES.items(), ("again", BODIES["greedy"])):
+                body = {"model": "tiny", "prompt": WORDS, "ignore_eos": True, **change}
+                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
+                found[static, name] = answer["choices"][0]["text"], answer["usage"]
+    for name in (*BODIES, "again"):
+        assert found[True, name][0] == found[False, name][0], name
+        told = found[True, name][1]["speculative"]["rounds_by"]
+        assert told.startswith(f"eager: {EAGER[name]}" if name in EAGER else "graphs: ")
+        assert "rounds_by" not in found[False, name][1]["speculative"]
+    assert len({text for text, _ in found.values()}) >= 3
+    again = found[True, "again"][1]
+    assert again["prompt_tokens_details"]["cached_tokens"] > 0 and again["speculative"]["drafted"] > 0
+
+
+def remember_loops(engine, kept):
+    """Whoever still knows a loop must not keep the arena from others."""
+    make = engine.rounds.loop
+
+    def loop(*args):
+        kept.append(make(*args))
+        return kept[-1]
+
+    engine.rounds.loop = loop
+
+
+def test_a_client_that_left_frees_the_arena(engines):
+    engine, kept = engines(True), []
+    remember_loops(engine, kept)
+    server = serve(engine)
+    body = {"model": "tiny", "prompt": WORDS, "ignore_eos": True, "temperature": 0, "max_tokens": 60}
+    with running(server) as url:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60) as answer:
+            next(answer.iter_lines())
+        while server.scheduler.occupancy != (0, 0):
+            time.sleep(0.005)
+        usage = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 8}, timeout=60).json()["usage"]
+        assert usage["speculative"]["rounds_by"].startswith("graphs")
+        metrics = httpx.get(f"{url}/metrics", timeout=60).text
+        assert "dspine_cancelled_total 1.0" in metrics and len(kept) == 3
+
+
+def test_graphs_are_captured_before_the_first_request(engines):
+    """The arena has room for whatever a request may ask for, and nothing holds it."""
+    engine, kept = engines(True), []
+    remember_loops(engine, kept)
+    settings = ServerSettings(names=("tiny",), max_context=64, scheduler=SchedulerSettings(max_concurrency=1))
+    assert captured(engine, settings) is engine and len(kept) == 1
+    assert engine.rounds.arena.shape.tokens >= 64 and not engine.rounds.busy and len(engine.rounds._runners) == 1
+    arena = engine.rounds.arena
+    loop, _ = engine.rounds.loop(engine.drafter, [5, 6, 7], DecodingParams(max_tokens=60, break_even=0), StaticPolicy())
+    list(loop.run())
+    assert engine.rounds.arena is arena and len(engine.rounds._runners) == 1
+    several = dataclasses.replace(settings, scheduler=SchedulerSettings(max_concurrency=2))
+    other = engines(True)
+    captured(other, several)
+    assert other.rounds.arena is None
+
+
+def test_several_sequences_have_none(engines):
+    server = serve(engines(True), concurrency=2)
+    try:
+        summary = server.summary()
+        assert summary["graphs"] is False and "--max-concurrency 1" in summary["graphs_reason"] and summary["batching"]
+        assert server.scheduler.rounds is None
+    finally:
+        server.close()
+
+
+def test_on_with_several_sequences_is_refused(monkeypatch):
+    """At start-up, before anything is loaded, with what to do; `auto` and `off` load without."""
+    assert [graphs_mode(asked, 1) for asked in ("auto", "on", "off")] == ["auto", "on", "off"]
+    assert [graphs_mode(asked, 8) for asked in ("auto", "off")] == ["off", "off"]
+    monkeypatch.setattr(command, "load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(DSpineError, match="--max-concurrency is 8; use --max-concurrency 1, or --graphs off"):
+        command.serve(command.ServeOptions(port=0, graphs="on"))
+
+
+def test_the_flag_reaches_the_runtime(registry, monkeypatch):
+    """`--graphs on` on a runtime without them is an error of the start, never eager rounds instead."""
+    seen = {}
+
+    def spy(*_, **options):
+        seen.update(options)
+        raise DSpineError("enough")
+
+    monkeypatch.setattr("dspine.common.serving.server.set_up_logging", lambda: None)
+    monkeypatch.setattr(command, "load", spy)
+    monkeypatch.setattr(command, "choose_runtime", lambda name: (registry, "asked for"))
+    for graphs, concurrency, wanted in (("on", 1, "on"), ("auto", 1, "auto"), ("auto", 8, "off")):
+        with pytest.raises(DSpineError, match="enough"):
+            command.serve(command.ServeOptions(port=0, graphs=graphs, max_concurrency=concurrency))
+        assert seen["graphs"] == wanted
+
+
+def test_torch_without_cuda_refuses(engines):
+    runtime = runtimes.load_runtime("torch")[0]
+    engine = engines(False)
+    with pytest.raises(DSpineError, match="no CUDA"):
+        runtime.graph_rounds(engine.target, engine.drafter, "on")
