@@ -148,11 +148,6 @@ class Arena:
     def _ints(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
-    @property
-    def scrap(self) -> int:
-        """The row of the target's store that nothing reads."""
-        return self.kv.store.shape[4] - 1
-
     def start(
         self, lengths: list[int], anchors: list[int], remaining: list[int], stop_ids: frozenset[int], uniforms: Any | None
     ) -> None:
