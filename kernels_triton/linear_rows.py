@@ -41,7 +41,7 @@ def choose(columns: int, size: int, dtype: torch.dtype) -> Launch:
         chosen = Launch(32, 64, 4, 3, 0)
     else:
         # few columns: few programs, each of which must keep more bytes in flight
-        chosen = Launch(16, 512, fetch=1024) if columns <= 4608 else Launch(32, 128)
+        chosen = Launch(16, 512, fetch=2048) if columns <= 4608 else Launch(32, 128)
     columns, step = (programs_of(min(n, 512), least) for n, least in ((columns, chosen.columns), (size, chosen.step)))
     return replace(chosen, columns=columns, step=step)
 

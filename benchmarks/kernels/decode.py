@@ -280,10 +280,10 @@ def cases() -> dict[str, Callable[[int, bool], Case]]:
 def linear_choices() -> list[linear_rows.Launch]:
     """Launch parameters worth trying."""
     shapes = (
-        (16, 128, 4, 4), (16, 256, 4, 4), (16, 512, 4, 4), (16, 512, 4, 3), (16, 256, 2, 4), (16, 256, 8, 4), (32, 128, 4, 4),
-        (32, 128, 4, 6), (32, 256, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4), (64, 128, 4, 4), (64, 128, 8, 4), (64, 64, 4, 6),
+        (16, 128, 4, 4), (16, 256, 4, 4), (16, 512, 4, 4), (16, 256, 2, 4), (32, 128, 4, 4), (32, 128, 4, 6), (32, 256, 4, 3),
+        (32, 256, 4, 4), (64, 128, 4, 4), (64, 128, 8, 4),
     )  # fmt: skip
-    return [linear_rows.Launch(*shape, fetch) for shape in shapes for fetch in (0, 512)]
+    return [linear_rows.Launch(*shape, fetch) for shape in shapes for fetch in (0, 512, 2048)]
 
 
 def expert_choices() -> list[tuple[routed_experts.Launch, routed_experts.Launch]]:
