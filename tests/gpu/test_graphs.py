@@ -289,3 +289,22 @@ def test_early_launches_change_nothing(pair, monkeypatch):
     want = static_events(pair, params, StaticPolicy())
     monkeypatch.setenv("DSPINE_EARLY_LAUNCH", "0")
     assert static_events(pair, params, StaticPolicy()) == want
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_has_the_same_bits_in_every_block(family, tmp_path):
+    """bfloat16: logits and K/V of the first tokens, alone and in longer blocks."""
+    (save_hybrid if family == "qwen3_5_moe_text" else save_tiny)(tmp_path, family)
+    target = RUNTIME.load_target(tmp_path, device="cuda", dtype="bfloat16")
+    text, seen = prompt(11 + 16, seed=6).cuda(), {}
+    for w in (16, 1, 2, 5, 8, 15):
+        arena = Arena(target, None, ArenaShape(64, 1, 16))
+        round_ = StaticRound(target, None, arena)
+        target.prefill(arena.cache, text[:, :11], chunk=8)
+        arena.start([11], [int(text[0, 11])], [40], frozenset(), None)
+        arena.block.copy_(text[:, 11:])
+        with torch.inference_mode():
+            round_.forward(w)
+        found = round_.output.logits[0], arena.kv.store[..., 11 : 11 + w, :]
+        seen = seen or {"logits": found[0], "kv": found[1]}
+        assert torch.equal(found[0], seen["logits"][:w]) and torch.equal(found[1], seen["kv"][..., :w, :]), w
