@@ -64,6 +64,7 @@ class Scheduler:
         self._failure: BaseException | None = None
         self._opened = False
         self.bytes_per_token: int | None = None  # of both caches; None where they do not say
+        self.bytes_per_sequence = 0  # whatever the length: states of linear attention, room for a block
         self._thread = threading.Thread(target=self._main, name="dspine-worker", daemon=True)
         self.engine: Engine
         self.support = ServingSupport(None, None, "not loaded")
@@ -164,7 +165,7 @@ class Scheduler:
 
     def _open(self) -> None:
         self.engine = self._load()
-        self.bytes_per_token = _bytes_per_token(self.engine)
+        self.bytes_per_token, self.bytes_per_sequence = _cache_bytes(self.engine)
         runtime = load_runtime(self.engine.runtime)[0]
         if isinstance(runtime, ServingRuntime):
             self.support = runtime.serving(self.engine.target, self.engine.drafter)
@@ -322,12 +323,13 @@ def _tokens(loop: DecodingLoop) -> np.ndarray:
     return np.asarray([*loop.prompt, *loop.output], dtype=np.int32)[: loop.committed]
 
 
-def _bytes_per_token(engine: Engine) -> int | None:
-    """From two small caches of each kind: their difference, so that fixed parts do not count."""
+def _cache_bytes(engine: Engine) -> tuple[int | None, int]:
+    """Bytes a token, and bytes a sequence besides, from two small caches of each kind; (None, 0) where they do not say."""
     sizes = []
     for capacity in (64, 320):
         caches = [engine.target.make_cache(capacity)]
         if engine.drafter is not None:
             caches.append(engine.drafter.make_cache(capacity))
         sizes.append(sum(getattr(cache, "nbytes", 0) for cache in caches))
-    return (sizes[1] - sizes[0]) // 256 or None
+    each = (sizes[1] - sizes[0]) // 256
+    return (each, max(sizes[0] - 64 * each, 0)) if each else (None, 0)

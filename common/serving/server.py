@@ -52,13 +52,19 @@ class Server:
             "max_queue": settings.max_queue,
             "prefix_cache_bytes": scheduler.prefixes.limit,
             "cache_bytes_per_token": plan,
-            "cache_bytes_at_most": None
-            if plan is None
-            else plan * self.service.context * settings.max_concurrency + scheduler.prefixes.limit,
+            "cache_bytes_per_sequence": scheduler.bytes_per_sequence,
+            "cache_bytes_at_most": None if plan is None else self._plan(plan),
             "tools": self.service.prompts.takes_tools,
             "structured_output": self.service.grammars.available(),
             "api_key": self.settings.api_key is not None,
         }
+
+    def _plan(self, per_token: int) -> int:
+        """Bytes that caches take at most. States lie twice for the moment in which a batch takes a new sequence in."""
+        scheduler, count = self.scheduler, self.settings.scheduler.max_concurrency
+        moved = 2 if scheduler.batches and count > 1 else 1
+        each = per_token * self.service.context + moved * scheduler.bytes_per_sequence
+        return each * count + scheduler.prefixes.limit
 
     @property
     def graphs_reason(self) -> str:
