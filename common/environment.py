@@ -55,6 +55,14 @@ def interpret_triton() -> bool:
     return True
 
 
+def local_rank() -> int:
+    """`LOCAL_RANK` as `torchrun` sets it: this process among those of its machine; without it, its rank."""
+    value = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    if not value.isdecimal():
+        raise DSpineError(f"LOCAL_RANK must be a whole number, got {value!r}: start with torchrun, or unset it")
+    return int(value)
+
+
 def process_group() -> tuple[int, int]:
     """`WORLD_SIZE` and `RANK` as `torchrun` sets them: (processes, this one's number); (1, 0) without it."""
     values = {"WORLD_SIZE": os.environ.get("WORLD_SIZE", "1"), "RANK": os.environ.get("RANK", "0")}

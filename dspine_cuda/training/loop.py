@@ -24,7 +24,7 @@ from dspine_cuda.training.batches import Batch, make_batch
 from dspine_cuda.training.checkpointing import load_latest, save_checkpoint, trim_metrics
 from dspine_cuda.training.config import TrainConfig, complete_fingerprint
 from dspine_cuda.training.data import Conversation, RowStream, load_split
-from dspine_cuda.training.devices import pick_device
+from dspine_cuda.training.devices import own_device
 from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
 from dspine_cuda.training.export import export_drafter
 from dspine_cuda.training.feature_cache import FeatureCache
@@ -198,7 +198,7 @@ class Trainer:
         self.config, run = config, config.run
         self.born = time.perf_counter()
         self.fingerprint = config.fingerprint()
-        self.device = pick_device(run.device)
+        self.device = own_device(run.device)
         self.ranks = Ranks(self.device)
         self._check_ranks()
         self.output = Path(run.output_dir)

@@ -18,6 +18,7 @@ from dspine_cuda.training import loop
 from dspine_cuda.training.cli import main
 from dspine_cuda.training.config import parse_train_config
 from dspine_cuda.training.data import load_split
+from dspine_cuda.training.devices import own_device
 from dspine_cuda.training.evaluate import simulated_acceptance
 from dspine_cuda.training.loop import Trainer, train
 from dspine_cuda.training.masks import document_mask
@@ -225,6 +226,24 @@ def test_sharded_ranks_equal_whole_ones_and_either_resumes_the_other(place: Path
     pair = [load_drafter(place / name / "drafter", target).model for name in ("whole", "cut")]
     for (name, ours), theirs in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4, msg=name)
+
+
+def test_every_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert str(own_device("auto")) == "cuda" and own_device("cpu").type == "cpu" and not current
+    assert str(own_device("cuda:1")) == "cuda:1" and [str(d) for d in current] == ["cuda:1"]
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert str(own_device("auto")) == str(own_device("cuda")) == "cuda:1" and own_device("cpu").type == "cpu"
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(DSpineError, match="would run on GPU 2, but torch sees 2; start no more processes than GPUs"):
+        own_device("auto")
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(DSpineError, match="LOCAL_RANK must be a whole number"):
+        own_device("auto")
 
 
 def test_one_process_shards_nothing(place: Path) -> None:
