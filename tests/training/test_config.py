@@ -73,6 +73,22 @@ def test_shipped_examples_load(name: str) -> None:
     assert (config.data, config.schedule, config.optimizer) == (twin.data, twin.schedule, twin.optimizer)
 
 
+def test_going_on_keeps_the_shape_and_bends_the_schedule() -> None:
+    first, more = (
+        load_train_config(EXAMPLES / f"{n}.yaml", ["data.path=[x,z]", "run.output_dir=y"]) for n in ("dspine", "continue")
+    )
+    assert more.model.start_from == "auto" and more.data.paths == ("x", "z") and more.data.holdout == first.data.holdout
+    kept = ("num_layers", "block_size", "taps", "mask_token_id", "transfer_rank", "message_size", "top_k", "method")
+    assert all(getattr(more.model, name) == getattr(first.model, name) for name in kept)
+    blocks = [c.data.rows_per_step * c.data.num_anchors for c in (first, more)]
+    assert blocks[0] == blocks[1] and more.optimizer.learning_rate < first.optimizer.learning_rate
+    assert more.schedule.max_steps is None and more.schedule.max_minutes == 8.0
+    with pytest.raises(ValueError, match="not fixed yet"):
+        _ = more.schedule.steps
+    with pytest.raises(DSpineError, match="max_steps is missing .or max_minutes"):
+        load_train_config(EXAMPLES / "continue.yaml", ["data.path=x", "run.output_dir=y", "schedule.max_minutes=null"])
+
+
 def test_schedule_values() -> None:
     schedule = ScheduleSection(max_steps=600)
     assert warmup_steps(schedule) == 24
