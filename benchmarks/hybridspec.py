@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             calibrate(engine, calibration_rows, settings, test_prompts=test, progress=_progress()).calibration.save(path)
         made = load_calibration(path)
         check_calibration(made, identify(engine), path)
-        names = contenders(made)
+        names = [name for name in contenders(made) if args.policies is None or name in (PLAIN, "full", *args.policies)]
         rows = {f"{t:g}": measure(engine, test, names, path, args, t) for t in args.temperatures}
     setup = {
         "model": args.model,
@@ -248,6 +248,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--per-category", type=int, default=4, help="test prompts of each category")
     parser.add_argument("--calibration-per-category", type=int, default=8)
     parser.add_argument("--calibration", type=Path, help="a calibration file; else one is made first")
+    parser.add_argument("--policies", nargs="+", help="only these, beside plain decoding and full verification")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--repetitions", type=int, default=3)
