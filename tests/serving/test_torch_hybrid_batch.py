@@ -15,14 +15,14 @@ from dspine.common.gdn import gdn_commit
 from dspine.common.protocols import Engine
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.policies import StaticPolicy
-from dspine.common.serving.rounds import measure_costs
+from dspine.common.serving.rounds import BatchRounds, measure_costs
 from dspine_cuda import hybrid_cache, ops, serving_hybrid
 from dspine_cuda.drafter import load_drafter
 from dspine_cuda.serving import support
 from dspine_cuda.targets.load import load_target
 from tests.helpers.drafters import drafter_folder
 from tests.helpers.hybrids import save_hybrid
-from tests.serving.batches import PROMPTS, PrimedBatcher, make_loop, make_rounds, primed_loops, run_batched, texts_alone
+from tests.serving.batches import FREE, PROMPTS, PrimedBatcher, make_loop, make_rounds, primed_loops, run_batched, texts_alone
 
 FAMILIES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe"]
 BLOCK = 9
@@ -237,6 +237,20 @@ def test_drafted_rows_share_one_length(pair):
     rounds.run(loops, [False, True, False, False])
     free = {seen[0][0], seen[0][2]}
     assert len(free) == 1 and free <= {2, 4, 8, BLOCK} and seen[0][1] == BLOCK and seen[0][3] == min(3, *free)
+
+
+def test_only_rounds_of_its_own_choice_set_the_price(pair):
+    """Pinned rounds and plain requests say nothing about the throughput that a free choice reaches."""
+    target, drafter, batcher = pair
+    engine = engine_of(target, drafter)
+    for drafts, pinned, counted in ((True, False, True), (True, True, False), (False, False, False)):
+        rounds = BatchRounds(engine, batcher, FREE)
+        loops = [make_loop(target, drafter if drafts else None, prompt) for prompt in PROMPTS[:2]]
+        for loop in loops:
+            while loop.reading_prompt:
+                loop.step()
+        rounds.run(loops, [pinned, False])
+        assert (rounds.lengths.throughput(2) != rounds.lengths._expected) is counted
 
 
 def test_costs_are_measured_at_the_shared_lengths(pair):
