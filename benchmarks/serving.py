@@ -32,6 +32,8 @@ from benchmarks.provenance import provenance
 
 SIDES: dict[str, Any] = {"speculative": True, "full": "full", "plain": False}  # name -> `draft` of the request
 
+OVERHEAD = ("seconds_http_over_direct", "first_token_http_over_direct", "first_token_over_prefill", "outside_rounds_share")
+
 
 @contextmanager
 def serving(arguments: list[str], patience: float = 600.0) -> Iterator[tuple[str, int]]:
@@ -126,7 +128,8 @@ async def block(url: str, bodies: list[dict[str, Any]], clients: int, pid: int |
 
 
 def _told(answers: list[dict[str, Any]], seconds: float, spent: float) -> dict[str, Any]:
-    """Figures of a block. `http`: what a request took outside the worker, client and network included."""
+    """Figures of a block. `http`: what a request took outside the worker, client and network included; `outside_share`: the
+    share of its time in which neither its prompt was read nor a round of it ran (at several clients it also waits for others)."""
     tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
     spec = [answer["usage"]["speculative"] for answer in answers]
     times = [answer["usage"]["timings"] for answer in answers]
@@ -143,6 +146,9 @@ def _told(answers: list[dict[str, Any]], seconds: float, spent: float) -> dict[s
             answer["first"] / max(t["prefill"], 1e-9) for answer, t in zip(answers, times, strict=True)
         ),
         "http": statistics.median(answer["seconds"] - t["total"] for answer, t in zip(answers, times, strict=True)),
+        "outside_share": statistics.median(
+            1 - (t["prefill"] + t["decode"]) / answer["seconds"] for answer, t in zip(answers, times, strict=True)
+        ),
         "tokens_per_round": (tokens - len(answers)) / max(sum(s["rounds"] for s in spec), 1),
         "drafted": sum(s["drafted"] for s in spec),
         "accepted": sum(s["accepted"] for s in spec),
@@ -225,7 +231,8 @@ def measure_overhead(args: argparse.Namespace, url: str, model: str, prompts: li
         return time.perf_counter() - started, first, number
 
     direct(prompts[0], 8)
-    ratios, firsts, inside, until = [], [], [], time.monotonic() + args.direct_seconds
+    ratios, firsts, inside, outside = [], [], [], []
+    until = time.monotonic() + args.direct_seconds
     turn = 0
     while turn < len(prompts[: args.direct_prompts]) or time.monotonic() < until:
         prompt = prompts[turn % len(prompts)]
@@ -237,6 +244,7 @@ def measure_overhead(args: argparse.Namespace, url: str, model: str, prompts: li
                 answer = asyncio.run(block(url, [chat_body(model, prompt, args.max_tokens, True)], 1))
                 found[side] = (answer["latencies"][0], answer["first_token"], answer["tokens"])
                 inside.append(answer["first_over_prefill"])
+                outside.append(answer["outside_share"])
         if found["http"][2] == found["direct"][2]:
             ratios.append(found["http"][0] / found["direct"][0])
             firsts.append(found["http"][1] / found["direct"][1])
@@ -246,6 +254,7 @@ def measure_overhead(args: argparse.Namespace, url: str, model: str, prompts: li
         "seconds_http_over_direct": _spread(ratios),
         "first_token_http_over_direct": _spread(firsts),
         "first_token_over_prefill": _spread(inside),
+        "outside_rounds_share": _spread(outside),
     }
 
 
@@ -300,7 +309,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"At one client, HTTP against the Python API over {overhead['requests']} requests in turns (median, quartiles):"
         )
         lines.append("")
-        for name in ("seconds_http_over_direct", "first_token_http_over_direct", "first_token_over_prefill"):
+        for name in OVERHEAD:
             found = overhead[name]
             low, high = found["quartiles"] or (None, None)
             lines.append(

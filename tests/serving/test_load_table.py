@@ -39,6 +39,7 @@ def test_rows_and_tables(toy, args):
         assert all(row[side]["tokens"] == 12 * row["requests"] for side in serving.SIDES)
         assert all(0 < row[side]["prefill"] <= row[side]["first_token"] for side in serving.SIDES)
         assert all(row[side]["first_over_prefill"] > 1 and row[side]["http"] > 0 for side in serving.SIDES)
+        assert all(0 < row[side]["outside_share"] < 1 for side in serving.SIDES)
     table = serving.summarise(rows)
     assert [entry["clients"] for entry in table] == [1, 3] and table[0]["cycles"] == 2
     assert table[1]["same_text"] == "12 of 12" and table[0]["cpu_ratio_over_plain"] is None
@@ -46,9 +47,9 @@ def test_rows_and_tables(toy, args):
     lines = text.splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     both = serving.markdown({"summary": table, "overhead": {"requests": 0} | dict.fromkeys(
-        ("seconds_http_over_direct", "first_token_http_over_direct", "first_token_over_prefill"), serving._spread([])
+        serving.OVERHEAD, serving._spread([])
     )})  # fmt: skip
-    assert both.startswith(text) and both.count("\n- ") == 3
+    assert both.startswith(text) and both.count("\n- ") == 4
 
 
 def test_ratios_are_medians_of_each_cycle():
