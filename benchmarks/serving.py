@@ -129,7 +129,7 @@ async def block(url: str, bodies: list[dict[str, Any]], clients: int, pid: int |
 
 def _told(answers: list[dict[str, Any]], seconds: float, spent: float) -> dict[str, Any]:
     """Figures of a block. `http`: what a request took outside the worker, client and network included; `outside_share`: the
-    share of its time in which neither its prompt was read nor a round of it ran (at several clients it also waits for others)."""
+    share of its time in which neither its prompt was read nor a round of it ran (several clients wait for each other, too)."""
     tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
     spec = [answer["usage"]["speculative"] for answer in answers]
     times = [answer["usage"]["timings"] for answer in answers]
