@@ -365,8 +365,9 @@ def _stored(tensors: DraftTensors, name: str) -> Tensor:
     return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
 
 
-def load_drafter(folder: Path, target: Any) -> TorchDrafter:
-    """Read a drafter folder strictly and bind it to `target`; runs in the target's dtype (bfloat16 or float32)."""
+def load_drafter(folder: Path, target: Any, *, whole: bool = False) -> TorchDrafter:
+    """Read a drafter folder strictly and bind it to `target`; runs in the target's dtype (bfloat16 or float32). whole: its
+    modules keep weights of their own, for whoever runs them (the trainer's forward) and not only rounds."""
     config = load_drafter_config(folder)
     check_pair(config, target.info, str(folder))
     dtype, device = getattr(torch, target.info.dtype), torch.device(target.info.device)
@@ -385,7 +386,7 @@ def load_drafter(folder: Path, target: Any) -> TorchDrafter:
     model.requires_grad_(False)
     target.bind_features(config.target_layer_ids)
     info = {"method": config.method, "block_size": config.block_size, "folder": str(folder)}
-    drafter = TorchDrafter(model, target, info, share=True)
+    drafter = TorchDrafter(model, target, info, share=not whole)
     row = read_mask_embedding(Path(folder), config)
     if row is not None:
         drafter.use_mask_embedding(torch.from_numpy(row))

@@ -65,7 +65,7 @@ def load_pair(variant: Variant, options: Options, model: str) -> tuple[Any, Any]
     from dspine_cuda.training.target import load_frozen_target
 
     target = load_frozen_target(resolve_model(model), pick_device(options.device), getattr(torch, options.dtype))
-    return load_drafter(options.out / variant.name / "drafter", target), target
+    return load_drafter(options.out / variant.name / "drafter", target, whole=True), target
 
 
 def eval_settings(options: Options, model: str) -> Any:

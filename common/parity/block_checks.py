@@ -58,7 +58,7 @@ def expert_shapes(scaled: bool) -> list[ExpertShape]:
     real = (
         [ExpertShape("qwen3.6-35b / 8", 16, 8, 32, 256, 64)]
         if scaled
-        else [ExpertShape("qwen3.6-35b, 64 experts", 16, 8, 64, 2048, 512)]  # all 256 take minutes in float64
+        else [ExpertShape("qwen3.6-35b, 32 experts", 16, 8, 32, 2048, 512)]  # all 256 take minutes in float64
     )
     return [*real, ExpertShape("hybrid-tiny", 16, 4, 32, 256, 80), ExpertShape("odd", 5, 3, 7, 130, 37)]
 

@@ -92,7 +92,7 @@ def _simulated(settings: EvalSettings, sets: list[PromptSet]) -> dict[str, Any]:
     folder = resolve_model(settings.model)
     target = load_frozen_target(folder, pick_device(settings.device), getattr(torch, settings.dtype))
     tokenizer = load_tokenizer(folder)
-    drafter = load_drafter(_folder(settings), target)
+    drafter = load_drafter(_folder(settings), target, whole=True)
     blocks = {}
     with progress_bar(len(settings.temperatures), settings.progress, "temperatures") as advance:
         for done, heat in enumerate(settings.temperatures):

@@ -160,7 +160,7 @@ def evaluate_folder(
         raise DSpineError(f"--dtype must be bfloat16 or float32, got {dtype!r}")
     target_folder = resolve_model(model)
     target = load_frozen_target(target_folder, pick_device(device), getattr(torch, dtype))
-    drafter = load_drafter(Path(folder), target)
+    drafter = load_drafter(Path(folder), target, whole=True)
     _, held_out = split_holdout(load_conversations(data, lambda: load_tokenizer(target_folder)), holdout)
     chosen, _ = held_out_greedy(held_out, count, drafter.config.num_proposals)
     result = simulated_acceptance(drafter, target, chosen, stride=stride, exact=exact, independent=independent)

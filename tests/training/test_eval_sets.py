@@ -140,6 +140,12 @@ def test_all_anchors_at_once_equal_the_inference_code(place: Path, method: str, 
         assert sum(int(r.accepted.sum()) for r in results[0]) > 5 and len(results[0][-1].accepted) == 0
 
 
+def test_bfloat16_on_the_cpu_scores_too(place: Path) -> None:
+    """Rounds there keep reordered copies of the weights; the trainer's forward, which scores, needs the modules' own."""
+    blocks = evaluate(settings_of(place, dtype="bfloat16", temperatures=(0.0,)))["temperatures"]
+    assert blocks["0"]["mean"]["tau"] >= 1.0
+
+
 def test_texts_are_kept_and_belong_to_their_settings(place: Path, tmp_path: Path) -> None:
     settings = settings_of(place, texts=tmp_path, temperatures=(0.0, 1.0))
     first = evaluate(settings)
