@@ -34,7 +34,6 @@ from dspine_cuda.targets.hybrid import HybridTarget
 
 SMALLEST_ARENA = 2048  # tokens
 GRAPHS = ("auto", "on", "off")
-AUTO_ON_CUDA = False  # until `tests/gpu/test_graphs.py` has passed on hardware and the gain is measured
 KEPT_RUNNERS = 4  # sets of graphs, one for each way of sampling; the oldest goes first
 HEADS = (16, 256)  # sizes of `block_attention`'s kernel
 
@@ -310,8 +309,6 @@ def graph_rounds(target: Any, drafter: Any | None, mode: str) -> tuple[GraphDeco
         return None, "graphs are off"
     device = torch.device(target.info.device)
     why = f"no CUDA: the target is on {device}" if device.type != "cuda" else pair_refusal(target, drafter)
-    if why is None and mode == "auto" and not AUTO_ON_CUDA:
-        return None, "graphs run where they are asked for (graphs on)"
     if why is not None:
         if mode == "on":
             raise BackendError(f"graphs were asked for and cannot run: {why}; use graphs auto or off")
