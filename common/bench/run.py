@@ -32,7 +32,7 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True)
 class BenchSettings:
     """tokens: generated a run. lengths: of the latency curve. repetitions: of everything, interleaved. trace: acceptance is
-    replayed from it. warm_up: tokens before anything is timed."""
+    replayed from it. warm_up: tokens before anything is timed. only: names of contenders (empty: all)."""
 
     tokens: int = 48
     lengths: tuple[int, ...] = tuple(range(1, LONGEST + 1))
@@ -40,6 +40,7 @@ class BenchSettings:
     seed: int = 0
     trace: Trace | None = None
     warm_up: int = 8
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tokens", "repetitions"):
@@ -72,7 +73,7 @@ def bench(
     """(report, rounds of the first contender's first pass with drafts as (verified, accepted)). Raises DSpineError."""
     engine = subject.engine
     check_fit(subject, prompts, settings)
-    found = contenders(subject.runtime, engine)
+    found = _chosen(contenders(subject.runtime, engine), settings.only)
     timer = timer_of(subject.runtime, engine.target)
     progress("bandwidth")
     size = 1 << (28 if engine.target.info.device.startswith("cpu") else 30)
@@ -249,3 +250,12 @@ def expert_hits(
     if any(value is None for value in counted.values()):
         return {w: expected_experts(weights.experts, picks, w) for w in settings.lengths}, "expected of even picks"
     return {w: float(value) for w, value in counted.items()}, "counted"  # type: ignore[arg-type]
+
+
+def _chosen(found: list[Contender], only: tuple[str, ...]) -> list[Contender]:
+    """The contenders of these names; all where none is named. DSpineError for one that is not here."""
+    names = [contender.name for contender in found]
+    missing = [name for name in only if name not in names]
+    if missing:
+        raise DSpineError(f"--only {','.join(missing)}: not here; this pair on this device has {', '.join(names)}")
+    return [contender for contender in found if not only or contender.name in only]

@@ -85,6 +85,7 @@ class BenchOptions:
         "full"
     )
     calibration: Annotated[str | None, flag("Calibration file; else the one beside the drafter.", _WORK)] = None
+    only: Annotated[str | None, flag("Ways to run rounds, by commas: loop, graphs; without it all there are.", _WORK)] = None
     seed: Annotated[int, flag("Order of the lengths, and random prompts.", _WORK)] = _DEFAULT.seed
 
     record_trace: Annotated[Path | None, flag("Write the accepted drafts of every round to this file.", _OUTPUT)] = None
@@ -137,7 +138,9 @@ def build_settings(options: BenchOptions) -> BenchSettings:
     trace = load_trace(options.trace) if options.trace is not None else _default_trace(options)
     if options.policy == _TRACE_POLICY and trace is None:
         raise DSpineError("--policy trace takes the lengths of a trace: name one with --trace")
-    return BenchSettings(options.tokens, parse_lengths(options.lengths), options.repetitions, options.seed, trace)
+    only = tuple(name.strip() for name in options.only.split(",")) if options.only else ()
+    lengths = parse_lengths(options.lengths)
+    return BenchSettings(options.tokens, lengths, options.repetitions, options.seed, trace, only=only)
 
 
 def _default_trace(options: BenchOptions) -> Trace | None:

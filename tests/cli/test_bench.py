@@ -392,3 +392,12 @@ def test_a_plain_drafter_of_the_same_backbone():
 def test_a_plain_drafter_needs_a_shape(dspine):
     made = dspine("bench", "--plain-drafter")
     assert made.code == 2 and "--random-weights" in made.err
+
+
+def test_only_the_contenders_that_are_named(toy, dspine, small_array):
+    pair = ("--backend", "toy", "--model", toy / "model", "--draft-model", toy / "draft", *QUICK, "--context", "8", "--json")
+    made = dspine("bench", *pair, "--only", "loop")
+    assert made.code == 0, made.err
+    assert [item["name"] for item in json.loads(made.out)["contenders"]] == ["loop"]
+    missing = dspine("bench", *pair, "--only", "graphs")
+    assert missing.code == 2 and "graphs: not here" in missing.err and "has loop" in missing.err
