@@ -190,7 +190,7 @@ class Pretrainer:
     """One run; everything a checkpoint holds is `step`, `elapsed`, the stream's position and the masters."""
 
     def __init__(self, config: PretrainConfig, resume: bool = False) -> None:
-        from dspine_cuda.training.loop import pick_device
+        from dspine_cuda.training.devices import pick_device
 
         self.config, self.output = config, Path(config.output_dir)
         self.device = pick_device(config.device)

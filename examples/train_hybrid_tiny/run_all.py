@@ -26,13 +26,14 @@ from dspine.common.errors import DSpineError
 from dspine.common.stored import expand_stored, write_stored
 from dspine_cuda.training.config import load_train_config
 from dspine_cuda.training.data import load_conversations
+from dspine_cuda.training.devices import pick_device
 from dspine_cuda.training.hybrid_config import load_pretrain_config
 from dspine_cuda.training.hybrid_generate import GenerationPlan, generate_shards
 from dspine_cuda.training.hybrid_model import HybridModel, load_model
 from dspine_cuda.training.hybrid_pretrain import Pretrainer
 from dspine_cuda.training.hybrid_report import make_report
 from dspine_cuda.training.hybrid_shape import PREFIX, write_cards
-from dspine_cuda.training.loop import Trainer, pick_device
+from dspine_cuda.training.loop import Trainer
 
 HERE = Path(__file__).resolve().parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
