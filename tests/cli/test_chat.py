@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import signal
 import sys
@@ -94,7 +93,7 @@ def test_errors_leave_the_chat_usable(say):
 def test_ctrl_c_stops_the_answer_and_keeps_the_rest(talk):
     chat, written = talk
     before = signal.getsignal(signal.SIGINT)
-    chat.write = lambda piece: (written.append(piece), os.kill(os.getpid(), signal.SIGINT) if len(written) == 2 else None)
+    chat.write = lambda piece: (written.append(piece), signal.raise_signal(signal.SIGINT) if len(written) == 2 else None)
     with command.interruptible() as stopped:
         reply = chat.answer("ab", stopped)
         assert stopped()
@@ -106,9 +105,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_rest(talk):
 
 def test_a_second_ctrl_c_raises(talk):
     with pytest.raises(KeyboardInterrupt), command.interruptible() as stopped:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert stopped()
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_ctrl_c_on_an_empty_line_says_how_to_leave(model, dspine, monkeypatch, capsys):
