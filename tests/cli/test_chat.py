@@ -103,7 +103,15 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_rest(talk):
     assert len(chat.answer("cd")) > 0
 
 
-def test_a_second_ctrl_c_raises(talk):
+@pytest.fixture
+def listening():
+    """Ctrl-C raises, as at a terminal: a process that a shell put into the background starts with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_ctrl_c_raises(talk, listening):
     with pytest.raises(KeyboardInterrupt), command.interruptible() as stopped:
         signal.raise_signal(signal.SIGINT)
         assert stopped()
