@@ -5,16 +5,11 @@ python -m benchmarks.paper.d_readout --data SHARDS --prompts EVAL --out OUT --se
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from typing import Any
 
-from benchmarks.paper.options import Options, add_arguments, options_of
-from benchmarks.paper.report import Experiment, draw, text_of
-from benchmarks.paper.runner import run_variants
-from benchmarks.provenance import provenance
-from dspine_cuda.training.files import write_json
+from benchmarks.paper.report import Experiment, Results, exit_code, main_of, together, verdict
+from dspine.common.errors import DSpineError
 
 VARIANTS = {"dflash": "DFlash", "full": "DSpine"}
 CLAIM = (
@@ -23,31 +18,30 @@ CLAIM = (
 )
 
 
-def probes(options: Options) -> dict[str, Any]:
-    """Probe results by variant; those on disk are not made again."""
-    results = {}
-    for name in VARIANTS:
-        path = options.out / name / "probes.json"
-        if not path.is_file():
-            from benchmarks.paper.probe import probe_variant
-
-            write_json(path, probe_variant(name, options))
-        results[name] = json.loads(path.read_text(encoding="utf-8"))
-    return results
-
-
-def report(results: dict[str, Any]) -> dict[str, Any]:
-    """Accuracy tables, and whether early beats late at every layer and depth helps every group."""
-    sentences, holds = [], True
-    for name, result in results.items():
+def report(results: Results, heat: str = "0") -> dict[str, Any]:
+    """Accuracy tables, and whether early beats late at every layer and depth helps every group (of greedy texts)."""
+    probes = {name: results[name].get("probes") for name in VARIANTS if name in results}
+    missing = [name for name in VARIANTS if not probes.get(name)]
+    if missing:
+        raise DSpineError(f"experiment d: not probed yet: {', '.join(missing)}")
+    sentences, verdicts, deepest = [], [], []
+    for name, result in probes.items():
+        bounds = result["intervals"]
         for layer, row in enumerate(result["accuracy"], 1):
-            cells = ", ".join(f"{a}-{b}: {100 * v:.1f} %" for (a, b), v in zip(result["groups"], row, strict=True))
-            sentences.append(f"{VARIANTS[name]}, layer {layer}: positions {cells}")
-        early = all(row[0] > row[-1] for row in result["accuracy"])
-        deep = all(last > first for first, last in zip(result["accuracy"][0], result["accuracy"][-1], strict=True))
+            cells = [
+                f"{a}-{b}: {100 * v:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+                for (a, b), v, (low, high) in zip(result["groups"], row, bounds["groups"][layer - 1], strict=True)
+            ]
+            sentences.append(f"{VARIANTS[name]}, layer {layer}: positions {', '.join(cells)}")
+        deepest.append(sentences[-1])
+        early, deep = (together([_above_zero(b) for b in bounds[key]]) for key in ("early_over_late", "depth"))
         sentences.append(f"{VARIANTS[name]}: early above late at every layer: {early}; all groups rise with depth: {deep}")
-        holds = holds and early and deep
-    return {"probes": results, "holds": holds, "sentences": sentences}
+        verdicts += [early, deep]
+    return {"probes": probes, "holds": together(verdicts), "ours": "; ".join(deepest), "sentences": sentences}
+
+
+def _above_zero(bounds: list[float]) -> str:
+    return verdict({"low": bounds[0], "high": bounds[1]})
 
 
 def plot(content: dict[str, Any], axes: Any) -> None:
@@ -64,32 +58,13 @@ def plot(content: dict[str, Any], axes: Any) -> None:
     axes.legend(fontsize=7)
 
 
-def write(options: Options, plotted: bool) -> dict[str, Any]:
-    """OUT/d.json and OUT/d.png."""
-    content = report(probes(options))
-    result = {
-        "experiment": "d", "title": "read-out accuracy by layer and position", "claim": CLAIM, "temperatures": {"0": content},
-        "provenance": provenance(),
-    }  # fmt: skip
-    write_json(options.out / "d.json", result)
-    if plotted:
-        draw(
-            Experiment("d", result["title"], CLAIM, tuple(VARIANTS), lambda r, h: content, plot), result, options.out / "d.png"
-        )
-    return result
+EXPERIMENT = Experiment("d", "read-out accuracy by layer and position", CLAIM, tuple(VARIANTS), report, plot)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Train what is missing, fit the probes, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--no-plot", action="store_true")
-    args = parser.parse_args(arguments)
-    options = options_of(args)
-    run_variants(tuple(VARIANTS), options)
-    print(text_of(write(options, not args.no_plot)))
-    return 0
+    return main_of(EXPERIMENT, arguments, probed=tuple(VARIANTS), heats=("0",))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

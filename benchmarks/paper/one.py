@@ -1,7 +1,7 @@
 """Train and score one variant (a child process of the runner), or make the target's answers (`--variant texts`).
 
 Exit code 3: out of time, to be continued. Results: OUT/<variant>/result.json; on the way train.json (training is over) and
-scores.json (the scores so far), so that a cut run repeats neither.
+scores.json (the scores so far), so that a cut run repeats neither. A result counts only for the settings that it was made with.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import json
 import shutil
 import sys
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +18,8 @@ from benchmarks.paper.options import Options, add_arguments, options_of
 from benchmarks.paper.variants import VARIANTS, Score, Variant
 from benchmarks.provenance import provenance
 from dspine.common.errors import DSpineError
+from dspine_cuda.training.checkpointing import differences
+from dspine_cuda.training.config import complete_fingerprint, load_train_config
 from dspine_cuda.training.files import write_json
 
 UNFINISHED = 3
@@ -28,8 +29,6 @@ BEGUN = perf_counter()
 
 def train_settings(variant: Variant, options: Options, minutes: float | None) -> Any:
     """The trainer's config of one variant; the experiments' own `--set` comes last."""
-    from dspine_cuda.training.config import load_train_config
-
     folder = options.out / variant.name
     overrides = [f"data.path={options.data}", f"run.output_dir={folder}", f"run.seed={options.seed}", "run.export_bits=null"]
     overrides += [f"run.device={options.device}", f"run.dtype={options.dtype}", "run.keep_checkpoints=1", "run.progress=true"]
@@ -45,13 +44,18 @@ def train_variant(variant: Variant, options: Options, minutes: float | None) -> 
 
     folder = options.out / variant.name
     path = folder / "train.json"
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
     settings = train_settings(variant, options, minutes)
+    made_with = _settled(settings.fingerprint())
+    if path.is_file():
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        changed = differences(summary.pop("fingerprint", made_with), made_with)
+        if changed:
+            raise DSpineError(f"{path}: trained with other settings ({'; '.join(changed)}); use another --out")
+        return summary
     summary = train(settings, resume=any((folder / "checkpoints").glob("step-*.pt")))
     if summary["steps"] < summary["max_steps"]:
         return None
-    write_json(path, summary)
+    write_json(path, summary | {"fingerprint": made_with})
     return summary
 
 
@@ -124,7 +128,7 @@ def score_variant(variant: Variant, options: Options, model: str, minutes: float
 
     path = options.out / variant.name / "scores.json"
     scores: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    missing = [score for score in variant.wanted(options.few_scores) if score.name not in scores]
+    missing = missing_scores(variant, options, scores)
     if not missing:
         return scores
     drafter, target = load_pair(variant, options, model)
@@ -171,9 +175,14 @@ def run_variant(variant: Variant, options: Options, minutes: float | None) -> in
     config["schedule"]["max_steps"] = summary["max_steps"]
     result = {
         "variant": variant.name, "note": variant.note, "config": config,
-        "train": {k: v for k, v in summary.items() if k != "drafter"}, "seed": options.seed,
-        "scores": scores, "seconds_here": perf_counter() - BEGUN, "provenance": provenance(),
+        "train": {k: v for k, v in summary.items() if k != "drafter"}, "seed": options.seed, "evaluation": options.evaluation,
+        "scores": scores, "provenance": provenance(),
     }  # fmt: skip
+    if variant.name in options.probed:
+        from benchmarks.paper.probe import probe_variant
+
+        result["probes"] = probe_variant(variant.name, options)
+    result["seconds_here"] = perf_counter() - BEGUN
     write_json(folder / "result.json", result)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return 0
@@ -199,9 +208,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     parser.add_argument("--variant", required=True, choices=["texts", *VARIANTS])
+    parser.add_argument("--probe", action="store_true", help="fit the probes of experiment d too")
     parser.add_argument("--time-limit", type=float, help="minutes")
     args = parser.parse_args(arguments)
-    options = options_of(args)
+    options = dataclasses.replace(options_of(args), probed=(args.variant,) if args.probe else ())
     try:
         if args.variant == "texts":
             return make_texts(options)
@@ -211,16 +221,63 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """A scored variant's result."""
-    path = folder / "result.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def read_results(options: Options) -> dict[str, Any]:
+    """Finished variants by name: OUT/results.json, and every OUT/<variant>/result.json over it."""
+    results: dict[str, Any] = {}
+    if options.results.is_file():
+        results = json.loads(options.results.read_text(encoding="utf-8"))
+    for path in sorted(options.out.glob("*/result.json")):
+        results[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
+    return results
 
 
-def is_finished(name: str, options: Options) -> bool:
-    """Whether the variant's result holds every wanted score."""
-    result = read_result(options.out / name)
-    return result is not None and all(s.name in result["scores"] for s in VARIANTS[name].wanted(options.few_scores))
+def is_finished(name: str, options: Options, results: dict[str, Any] | None = None) -> bool:
+    """Whether the variant's result holds every wanted score at every temperature (and the probes, where asked for)."""
+    result = (read_results(options) if results is None else results).get(name)
+    if result is None or (name in options.probed and "probes" not in result):
+        return False
+    return not missing_scores(VARIANTS[name], options, result["scores"])
+
+
+def missing_scores(variant: Variant, options: Options, scores: dict[str, Any]) -> list[Score]:
+    """Wanted scores that are not there, or not at every temperature."""
+    return [
+        score
+        for score in variant.wanted(options.few_scores)
+        if score.name not in scores
+        or any(
+            f"{heat:g}" not in scores[score.name]["temperatures"]
+            for heat in options.temperatures
+            if heat > 0 or score.draft_heat is None
+        )
+    ]
+
+
+def check_comparable(name: str, result: dict[str, Any], options: Options) -> None:
+    """DSpineError where a finished variant was trained or scored with other settings than this call's."""
+    stored = {**result["config"], "seed": result["seed"]}
+    wanted = train_settings(VARIANTS[name], options, None).fingerprint()
+    changed = differences(_settled(complete_fingerprint(stored)), _settled(wanted))
+    there = result.get("evaluation", {})
+    changed += [f"{k}: {there[k]!r} there, {v!r} now" for k, v in options.evaluation.items() if k in there and there[k] != v]
+    if changed:
+        raise DSpineError(
+            f"{options.out / name}: made with other settings ({'; '.join(changed)}), so it cannot stand beside what this call "
+            f"trains; use another --out, or the old settings"
+        )
+
+
+def _settled(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Without what moves no figure: places, caches and the size of chunks."""
+    plain = json.loads(json.dumps(fingerprint))
+    for section, names in (
+        ("data", ("path", "cache_dir", "features")),
+        ("loss", ("chunk_rows",)),
+        ("schedule", ("max_minutes",)),
+    ):
+        for key in names:
+            plain[section].pop(key, None)
+    return plain
 
 
 if __name__ == "__main__":

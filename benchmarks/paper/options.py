@@ -29,14 +29,23 @@ class Options:
     report_only: bool
     gpus: int = 1
     few_scores: bool = False
+    probed: tuple[str, ...] = ()  # variants whose layers are probed too (experiment d)
 
     @property
     def results(self) -> Path:
         """All figures of all variants so far."""
         return self.out / "results.json"
 
+    @property
+    def evaluation(self) -> dict[str, object]:
+        """What the scores depend on besides the drafter."""
+        from dspine_cuda.training.eval_sets import SETS
+
+        names = sorted(name for path in self.prompts for name in (SETS if path.is_dir() else (path.stem,)))
+        return {"count": self.count, "max_tokens": self.max_tokens, "dtype": self.dtype, "sets": names}
+
     def child_arguments(self) -> list[str]:
-        """For `benchmarks.paper.one`."""
+        """For `benchmarks.paper.one` (which is told itself whether to probe)."""
         arguments = ["--out", str(self.out), "--config", str(self.config), "--count", str(self.count)]
         arguments += ["--max-tokens", str(self.max_tokens), "--seed", str(self.seed), "--device", self.device]
         arguments += ["--dtype", self.dtype, "--data", str(self.data)]

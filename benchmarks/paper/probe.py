@@ -20,6 +20,7 @@ from benchmarks.paper.variants import VARIANTS
 from dspine_cuda.training.batches import make_batch
 from dspine_cuda.training.data import Conversation, load_split, pack_rows
 from dspine_cuda.training.forward import MaskBuilder, block_states, pick_attention
+from dspine_cuda.training.intervals import RESAMPLES
 from dspine_cuda.training.masks import document_mask
 
 RANK, FIT, SELECT = 64, 500, 100
@@ -29,11 +30,12 @@ EPOCHS, BATCH, RATE = 4, 4096, 1e-3
 
 @dataclass(frozen=True)
 class States:
-    """hidden [L, rows, H] after each layer, labels int [rows], position int [rows] (1..M)."""
+    """hidden [L, rows, H] after each layer, labels int [rows], position int [rows] (1..M), text int [rows]: whose row it is."""
 
     hidden: Tensor
     labels: Tensor
     position: Tensor
+    text: Tensor
 
 
 class Probe(nn.Module):
@@ -55,7 +57,7 @@ def collect_states(drafter: Any, target: Any, conversations: list[Conversation],
     """States of all drafter layers at random anchors of the conversations' answers."""
     model, config = drafter.model, drafter.config
     attention, masks = pick_attention("sdpa", False), MaskBuilder(config.mask_rules(), "sdpa")
-    hidden, labels, positions = [], [], []
+    hidden, labels, positions, owners = [], [], [], []
     for start in range(0, len(conversations), ROWS):
         part = conversations[start : start + ROWS]
         length = max(len(c.tokens) for c in part)
@@ -73,7 +75,8 @@ def collect_states(drafter: Any, target: Any, conversations: list[Conversation],
         labels.append(batch.labels[chosen])
         places = torch.arange(1, config.num_proposals + 1, device=target.device).expand_as(batch.labels)
         positions.append(places[chosen])
-    return States(torch.cat(hidden, dim=1), torch.cat(labels), torch.cat(positions))
+        owners.append(start + torch.nonzero(chosen)[:, 0])
+    return States(torch.cat(hidden, dim=1), *(torch.cat(parts) for parts in (labels, positions, owners)))
 
 
 def fit_probe(states: States, select: States, head: Tensor, seed: int, epochs: int = EPOCHS) -> Probe:
@@ -101,15 +104,50 @@ def fit_probe(states: States, select: States, head: Tensor, seed: int, epochs: i
 
 
 @torch.no_grad()
-def accuracy(probe: Probe, states: States, head: Tensor, groups: list[tuple[int, int]]) -> list[list[float]]:
-    """Share of right argmaxes: a row a layer, a column a group of block positions (first, last)."""
+def right(probe: Probe, states: States, head: Tensor) -> Tensor:
+    """bool [L, rows]: the probe's argmax is the label."""
     hits = torch.zeros(states.hidden.shape[0], len(states.labels), dtype=torch.bool, device=head.device)
     for start in range(0, len(states.labels), BATCH):
         part = slice(start, start + BATCH)
         for layer, read in enumerate(probe(states.hidden[:, part])):
             hits[layer, part] = (read.to(head.dtype) @ head.T).argmax(dim=-1) == states.labels[part]
-    inside = [(states.position >= first) & (states.position <= last) for first, last in groups]
-    return [[float(row[mask].float().mean()) for mask in inside] for row in hits]
+    return hits
+
+
+def accuracy(probe: Probe, states: States, head: Tensor, groups: list[tuple[int, int]]) -> list[list[float]]:
+    """Share of right argmaxes: a row a layer, a column a group of block positions (first, last)."""
+    hits = right(probe, states, head)
+    return [[float(row[mask].float().mean()) for mask in _inside(states, groups)] for row in hits]
+
+
+def _inside(states: States, groups: list[tuple[int, int]]) -> list[Tensor]:
+    return [(states.position >= first) & (states.position <= last) for first, last in groups]
+
+
+def interval_table(
+    hits: Tensor, states: States, groups: list[tuple[int, int]], resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, Any]:
+    """95 % bootstrap intervals over texts, from `right`'s hits: `groups` [L][G] of every accuracy, `early_over_late` [L] of the
+    first group's over the last's, `depth` [G] of the last layer's over the first's; each (low, high)."""
+    owner = states.text.cpu().numpy()
+    texts, place = np.unique(owner, return_inverse=True)
+    counts = []  # [groups, 1 + L, texts]: rows, right ones by layer
+    for mask in _inside(states, groups):
+        inside = mask.cpu().numpy()
+        rows = [inside, *(hits.cpu().numpy() & inside)]
+        counts.append([np.bincount(place, weights=row, minlength=len(texts)) for row in rows])
+    draws = np.random.default_rng(seed).multinomial(len(texts), np.full(len(texts), 1 / len(texts)), resamples)
+    sums = np.einsum("glt,rt->rgl", np.array(counts), draws)
+    shares = sums[:, :, 1:] / np.maximum(sums[:, :, :1], 1)  # [resamples, G, L]
+
+    def bounds(values: np.ndarray) -> list[Any]:
+        return np.quantile(values, [0.025, 0.975], axis=0).T.tolist()
+
+    return {
+        "groups": [bounds(shares[:, :, layer]) for layer in range(shares.shape[2])],
+        "early_over_late": bounds(shares[:, 0] - shares[:, -1]),
+        "depth": bounds(shares[:, :, -1] - shares[:, :, 0]),
+    }
 
 
 def position_groups(proposals: int) -> list[tuple[int, int]]:
@@ -136,7 +174,9 @@ def probe_variant(name: str, options: Options, epochs: int = EPOCHS) -> dict[str
     test = collect_states(drafter, target, test_conversations, options.seed + 2)
     groups = position_groups(drafter.config.num_proposals)
     probe = fit_probe(fit, select, target.head_matrix, options.seed, epochs)
+    hits = right(probe, test, target.head_matrix)
     return {
         "variant": name, "groups": groups, "accuracy": accuracy(probe, test, target.head_matrix, groups),
+        "intervals": interval_table(hits, test, groups),
         "rows": {"fit": len(fit.labels), "select": len(select.labels), "test": len(test.labels)},
     }  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,9 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Experiment:
-    """letter and title; claim: the article's words and figures; variants: what must be trained; report(results, heat) ->
-    figures with `holds` (None: cannot be said); plot(report, axes)."""
+    """letter and title; claim: the article's words and figures; variants: what must be trained; report(results, heat) -> our
+    figures, with `ours` (the ones the claim is about, in words), `holds` (yes, no, within noise; None: nothing to say) and
+    `sentences`; plot(report, axes)."""
 
     letter: str
     title: str
@@ -72,6 +75,11 @@ def percent(interval: dict[str, float]) -> str:
     return f"{100 * interval['gain']:+.1f} % [{100 * interval['low']:+.1f}, {100 * interval['high']:+.1f}]"
 
 
+def together(verdicts: Sequence[str]) -> str:
+    """A claim of several parts: `yes` where all hold, `no` where one is refuted, else `within noise`."""
+    return "yes" if all(v == "yes" for v in verdicts) else "no" if "no" in verdicts else "within noise"
+
+
 def verdict(interval: dict[str, float]) -> str:
     """`yes` where the whole interval of a gain is above 0, `no` where it is below, else `within noise`."""
     if interval["low"] > 0:
@@ -102,12 +110,33 @@ def build(experiment: Experiment, results: Results, heats: Sequence[str]) -> dic
     if missing:
         raise DSpineError(f"experiment {experiment.letter}: not trained yet: {', '.join(missing)}")
     first = results[experiment.variants[0]]
+    for name in experiment.variants:
+        _check_equal(experiment, (experiment.variants[0], first), (name, results[name]))
     return {
         "experiment": experiment.letter, "title": experiment.title, "claim": experiment.claim,
         "steps": first["config"]["schedule"]["max_steps"], "target": first["config"]["model"]["target"],
         "temperatures": {heat: experiment.report(results, heat) for heat in heats},
         "provenance": {name: results[name]["provenance"] for name in experiment.variants},
     }  # fmt: skip
+
+
+def _check_equal(experiment: Experiment, first: tuple[str, Results], other: tuple[str, Results]) -> None:
+    """Variants stand side by side only where steps, seed, target and prompts are equal."""
+    for words, read in (
+        ("steps", lambda r: r["config"]["schedule"]["max_steps"]),
+        ("target", lambda r: r["config"]["model"]["target"]),
+        ("seed", lambda r: r.get("seed")),
+        ("prompts a set", lambda r: max(len(e["counts"]) for b in _first(r).values() for e in b["sets"].values())),
+    ):
+        one, two = read(first[1]), read(other[1])
+        if one != two:
+            sides = f"{first[0]} {one}, {other[0]} {two}"
+            raise DSpineError(f"experiment {experiment.letter}: {words}: {sides}: cannot be compared")
+
+
+def _first(result: Results) -> Results:
+    """Blocks by temperature of a variant's own score."""
+    return dict(next(iter(result["scores"].values()))["temperatures"])
 
 
 def draw(experiment: Experiment, report: dict[str, Any], path: Path) -> None:
@@ -138,23 +167,47 @@ def write_report(experiment: Experiment, results: Results, out: Path, heats: Seq
     return report
 
 
-def main_of(experiment: Experiment, arguments: list[str] | None = None) -> int:
-    """The `main` of an experiment's script: train what is missing, then report."""
+def main_of(
+    experiment: Experiment, arguments: list[str] | None = None, probed: tuple[str, ...] = (), heats: tuple[str, ...] = ()
+) -> int:
+    """The `main` of an experiment's script: train what is missing, then report (heats: at these, not at all temperatures)."""
     parser = argparse.ArgumentParser(description=f"({experiment.letter}) {experiment.title}. The article: {experiment.claim}")
     add_arguments(parser)
     parser.add_argument("--no-plot", action="store_true", help="JSON only (matplotlib is not needed)")
     args = parser.parse_args(arguments)
-    options = options_of(args)
+    options = dataclasses.replace(options_of(args), probed=probed)
     results = run_variants(experiment.variants, options)
-    heats = [f"{heat:g}" for heat in options.temperatures]
-    report = write_report(experiment, results, options.out, heats, not args.no_plot)
+    shown = heats or [f"{heat:g}" for heat in options.temperatures]
+    report = write_report(experiment, results, options.out, shown, not args.no_plot)
     print(text_of(report))
     return 0
 
 
+def exit_code(main: Callable[[], int]) -> int:
+    """`main`'s, with 2 and one line for what it was given wrongly."""
+    try:
+        return main()
+    except DSpineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
 def text_of(report: dict[str, Any]) -> str:
     """A few lines for people."""
-    lines = [f"({report['experiment']}) {report['title']}", f"  the article: {report['claim']}"]
+    lines = [f"({report['experiment']}) {report['title']}, {report['steps']} steps", f"  the article: {report['claim']}"]
     for heat, content in report["temperatures"].items():
         lines += [f"  T = {heat}: {sentence}" for sentence in content["sentences"]]
+        if content["holds"] is not None:
+            lines.append(f"  T = {heat}: {content['ours']}; does it hold here: {content['holds']}")
     return "\n".join(lines)
+
+
+def summary_of(reports: Sequence[dict[str, Any]]) -> str:
+    """All experiments as one Markdown table: the article's claim, our figure, whether it holds."""
+    lines = ["| experiment | the article | T | here | holds |", "| --- | --- | --- | --- | --- |"]
+    for report in reports:
+        for heat, content in report["temperatures"].items():
+            if content["holds"] is not None:
+                title = f"({report['experiment']}) {report['title']}, {report['steps']} steps"
+                lines.append(f"| {title} | {report['claim']} | {heat} | {content['ours']} | {content['holds']} |")
+    return "\n".join(lines) + "\n"

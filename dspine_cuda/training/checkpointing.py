@@ -58,19 +58,20 @@ def load_latest(
     stored = json.loads(json.dumps(complete(json.loads(state["fingerprint"]))))
     wanted = json.loads(json.dumps(fingerprint))
     if stored != wanted:
-        changed = sorted(_differences(stored, wanted))
+        changed = sorted(differences(stored, wanted))
         raise DSpineError(
             f"{files[-1]}: made with other settings ({'; '.join(changed)}); use another run.output_dir or the old settings"
         )
     return state
 
 
-def _differences(old: Any, new: Any, name: str = "") -> list[str]:
+def differences(old: Any, new: Any, name: str = "") -> list[str]:
+    """`section.key: OLD there, NEW now` of every value that differs in two nested dictionaries."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             d
             for key in sorted(set(old) | set(new))
-            for d in _differences(old.get(key), new.get(key), f"{name}.{key}".strip("."))
+            for d in differences(old.get(key), new.get(key), f"{name}.{key}".strip("."))
         ]
     return [] if old == new else [f"{name}: {old!r} there, {new!r} now"]
 
