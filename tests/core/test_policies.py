@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspine.common.acceptance import accept_point_mass, accept_rejection
 from dspine.common.decoding import DecodingParams, decode, resolve_acceptance
 from dspine.common.errors import DSpineError
 from dspine.common.protocols import Proposal, StageZero
@@ -18,7 +19,16 @@ from dspine.common.sampling import SamplingParams
 from dspine.common.selection.calibrated import CALIBRATED, HybridSpecPolicy, LengthModel, NominalPolicy
 from dspine.common.selection.lengths import conditional_acceptance, correct_length, select_length
 from dspine.common.selection.policies import check_policy_name, parse_policy
-from tests.helpers.calibrations import EXPERTS, PICKS, RoutedTarget, SignalDrafter, calibration, signal_oracle, signals
+from tests.helpers.calibrations import (
+    EXPERTS,
+    PICKS,
+    RoutedTarget,
+    SignalDrafter,
+    calibration,
+    router_picks,
+    signal_oracle,
+    signals,
+)
 from tests.helpers.toys import ToyTarget, markov_logits
 
 VOCAB = 32
@@ -228,25 +238,55 @@ def test_sampling_keeps_the_targets_distribution(name):
     assert name == "nominal" or 0 < dropped < sum(u > 2 for u, w in target.stages), "the router must really decide"
 
 
-def test_point_mass_round_is_exact_for_a_length_that_reads_drafts():
-    """Enumeration over drafts, lengths that depend on them, and acceptance: the emitted joint is the target's."""
-    rng = np.random.default_rng(4)
-    vocab, joint, want = 3, np.zeros((3, 3)), np.zeros((3, 3))
-    first, second = rng.dirichlet(np.ones(vocab)), rng.dirichlet(np.ones(vocab), vocab)
-    for a, b in np.ndindex(vocab, vocab):
-        want[a, b] = first[a] * second[a, b]
-    q = rng.dirichlet(np.ones(vocab))
-    for d in range(vocab):  # the draft; length 1 (not verified) or 2 by a rule that reads it
-        verified = d != 1
-        emitted = np.zeros(vocab)
-        if verified:
-            emitted[d] += first[d]
-            rest = np.where(np.arange(vocab) == d, 0, first)
-            emitted += (1 - first[d]) * rest / rest.sum()
+def emitted_joint(rule: str, length_of, q: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Joint [3, 3, 3] of the first three tokens after anchor 0, by enumeration: every pair of drafts (drawn from `q`), and
+    uniforms at the midpoints of a grid on which every probability here is a whole number of cells, so sums are exact.
+
+    length_of(drafts) -> verified length 2 or 3; rows [3, 3]: the target's p(next | token). What a round leaves open is filled
+    in with the target's own conditionals.
+    """
+    first, second, draw = (x.ravel() for x in np.meshgrid(*((np.arange(n) + 0.5) / n for n in (6, 6, 60)), indexing="ij"))
+    count, joint = len(draw), np.zeros((3, 3, 3))
+    for drafts in np.ndindex(3, 3):
+        w = length_of(drafts)
+        p = np.broadcast_to(rows[[0, *drafts[: w - 1]]], (count, w, 3))
+        draft = np.broadcast_to(np.array(drafts[: w - 1]), (count, w - 1))
+        limit, accept = np.full(count, w - 1), np.stack([first, second], axis=1)[:, : w - 1]
+        uniforms = (accept, np.broadcast_to(draw[:, None], (count, w)))
+        if rule == "point-mass":
+            verdict = accept_point_mass(p, draft, limit, *uniforms)
         else:
-            emitted += first
-        joint += q[d] * emitted[:, None] * second
-    np.testing.assert_allclose(joint, want, atol=1e-12)
+            candidates = np.broadcast_to(np.arange(3), (count, w - 1, 3))
+            verdict = accept_rejection(p, draft, limit, candidates, np.broadcast_to(q, candidates.shape), *uniforms)
+        for kept, token in zip(verdict.accepted.tolist(), verdict.next_token.tolist(), strict=True):
+            emitted = (*drafts[:kept], token)
+            mass = q[drafts[0]] * q[drafts[1]] / count
+            for rest in np.ndindex(*(3,) * (3 - len(emitted))):
+                text = (*emitted, *rest)
+                joint[text] += mass * np.prod([rows[text[i - 1], text[i]] for i in range(len(emitted), 3)])
+    return joint
+
+
+def test_point_mass_is_exact_for_lengths_that_the_router_corrects():
+    """Enumeration: with point-mass the emitted joint is the target's, though the length depends on the drafted tokens. The
+    rejection rule is exact for a fixed length only, which is why it is refused with this policy."""
+    rows, q = np.array([[1, 2, 3], [3, 1, 2], [2, 3, 1]]) / 6, np.array([3, 2, 1]) / 6
+    want = rows[0][:, None, None] * rows[:, :, None] * rows[None]
+    made = calibration(3)
+    routing = made.routing.model_copy(update={"pairs": [6.0] * 4, "pairs_given": [[1.0, 3, 5, 8, 12]] * 4})
+    cost = made.cost.model_copy(update={"expert": 0.003, "stage_zero": 0.003})
+    policy = HybridSpecPolicy(made.model_copy(update={"routing": routing, "cost": cost}))
+
+    def corrected(drafts):
+        picks = np.array([router_picks([0, *drafts[:i]], 0) for i in range(3)])[None]
+        nominal, upper, length = run_policy(policy, proposal([0.45, 0.45], [0.9, 0.9]), picks, 3)
+        assert (nominal, upper) == (2, 3)
+        return length
+
+    assert {corrected(drafts) for drafts in np.ndindex(3, 3)} == {2, 3}, "the router must really decide"
+    np.testing.assert_allclose(emitted_joint("point-mass", corrected, q, rows), want, atol=1e-12)
+    for fixed in (2, 3):
+        np.testing.assert_allclose(emitted_joint("rejection", lambda drafts, w=fixed: w, q, rows), want, atol=1e-12)
 
 
 def test_rules_that_go_together():
