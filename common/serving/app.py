@@ -141,7 +141,7 @@ def _add_errors(app: FastAPI) -> None:
 async def _answer(request: Request, body: Any, kind: str, make: Make, service: Service, scheduler: Scheduler) -> Response:
     """Plan, queue, and collect or stream. The status of a stream is decided by its first update."""
     scheduler.check_room()
-    channel = Channel()
+    channel = Channel(whole=not body.stream)
     facts = request.scope["dspine"]
     running = asyncio.get_running_loop()  # templates, tokenizing and grammars of long requests must not hold up other streams
     plan = await running.run_in_executor(service.planner, make, body, facts["client"], channel.sink)
@@ -151,8 +151,9 @@ async def _answer(request: Request, body: Any, kind: str, make: Make, service: S
     updates = channel.updates(request.receive)
     if not body.stream:
         with Watched(plan.jobs, scheduler.cancel):
-            async for index, update in updates:
-                answer.choices[index].add(update)
+            async for news in updates:
+                for index, update in news:
+                    answer.choices[index].add(update)
         _note(facts, plan.jobs, answer)
         return JSONResponse(answer.whole(), headers={"X-Accel-Buffering": "no"})
     events = _events(body, plan, answer, updates, scheduler, facts)
@@ -162,26 +163,28 @@ async def _answer(request: Request, body: Any, kind: str, make: Make, service: S
 
 async def _events(
     body: Any, plan: Plan, answer: Answer, updates: AsyncIterator[Any], scheduler: Scheduler, facts: dict[str, Any]
-) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a stream; closing this generator cancels what still runs."""
+) -> AsyncIterator[list[dict[str, Any]]]:
+    """The chunks of a stream, those together that are written together; closing this generator cancels what still runs."""
     usage = body.stream_options is not None and body.stream_options.include_usage
+    events = bool(body.speculative_events)
     with Watched(plan.jobs, scheduler.cancel):
         try:
-            async for index, update in updates:
-                for chunk in answer.chunks(index, update, events=bool(body.speculative_events), usage=usage):
-                    yield chunk
+            async for news in updates:
+                chunks = [chunk for index, update in news for chunk in answer.chunks(index, update, events=events, usage=usage)]
+                if chunks:
+                    yield chunks
             if usage:
-                yield answer.usage_chunk()
+                yield [answer.usage_chunk()]
         finally:
             await updates.aclose()  # type: ignore[attr-defined]
             _note(facts, plan.jobs, answer)
 
 
-async def _after(first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+async def _after(first: list[dict[str, Any]], rest: AsyncIterator[list[dict[str, Any]]]) -> AsyncIterator[list[dict[str, Any]]]:
     try:
         yield first
-        async for chunk in rest:
-            yield chunk
+        async for chunks in rest:
+            yield chunks
     finally:
         await rest.aclose()  # type: ignore[attr-defined]
 

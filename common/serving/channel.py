@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from dspine.common.serving.jobs import Job, Update
 
 Receive = Callable[[], Awaitable[Any]]
+_MANY = 32  # updates that are worked on before other requests have their turn
 
 
 class ClientGone(ConnectionError):
@@ -16,11 +18,18 @@ class ClientGone(ConnectionError):
 
 
 class Channel:
-    """Updates of all jobs of one request, in order of arrival, as (index of the job, update)."""
+    """Updates of all jobs of one request, in order of arrival, as (index of the job, update).
 
-    def __init__(self) -> None:
+    Every waking of the event loop takes the GIL from the worker for a moment, so there are few: one for all updates that came
+    before the loop looked, and, where nobody reads on the way (`whole`), one for `_MANY` of them.
+    """
+
+    def __init__(self, whole: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        self._whole = whole
+        self._news: deque[tuple[int, Update]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._posted = False  # a waking is on its way: it will see whatever is in `_news` by then
         self.open = 0
 
     def sink(self, index: int) -> Callable[[Update], None]:
@@ -28,26 +37,44 @@ class Channel:
         self.open += 1
 
         def put(update: Update) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, update))
+            self._news.append((index, update))
+            last = update.finish_reason is not None or update.error is not None
+            if (last or not self._whole or len(self._news) >= _MANY) and not self._posted and not self._loop.is_closed():
+                self._posted = True
+                self._loop.call_soon_threadsafe(self._wake)
 
         return put
 
-    async def updates(self, receive: Receive) -> AsyncIterator[tuple[int, Update]]:
-        """Until every job has ended. Raises ClientGone as soon as the client is, and the `ApiError` of a job that fails."""
+    def _wake(self, *_: object) -> None:
+        self._posted = False
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def updates(self, receive: Receive) -> AsyncIterator[list[tuple[int, Update]]]:
+        """Everything that has come, again and again until every job has ended. Raises ClientGone as soon as the client is, and
+        the `ApiError` of a job that fails (after what came before it)."""
         gone = asyncio.ensure_future(_disconnected(receive))
+        gone.add_done_callback(self._wake)
         try:
             while self.open:
-                news = asyncio.ensure_future(self._queue.get())
-                await asyncio.wait((news, gone), return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
-                    news.cancel()
                     raise ClientGone
-                index, update = news.result()
-                if update.error is not None:
-                    raise update.error
-                self.open -= update.finish_reason is not None
-                yield index, update
+                if not self._news:
+                    self._waiter = self._loop.create_future()
+                    await self._waiter
+                    continue
+                found: list[tuple[int, Update]] = []
+                error = None
+                while self._news and error is None and len(found) < _MANY:
+                    index, update = self._news.popleft()
+                    error = update.error
+                    if error is None:
+                        found.append((index, update))
+                        self.open -= update.finish_reason is not None
+                if found:
+                    yield found
+                if error is not None:
+                    raise error
         finally:
             gone.cancel()
 

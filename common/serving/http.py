@@ -62,36 +62,73 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class EventStream(Response):
-    """Server-sent events: `data: <json>` for each object, `data: [DONE]` at the end. An error after the first event is sent
-    as an event, because the status is gone by then. A client that reads nothing for `timeout` seconds is dropped."""
+    """Server-sent events: `data: <json>` for each object, `data: [DONE]` at the end; the objects of one list in one write. An
+    error after the first event is sent as an event, because the status is gone by then. A client that reads nothing for
+    `timeout` seconds is dropped."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], timeout: float) -> None:
+    def __init__(self, events: AsyncIterator[list[dict[str, Any]]], timeout: float) -> None:
         super().__init__(b"", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._timeout = events, timeout
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the events as they come."""
-
-        async def write(data: str, more: bool = True) -> None:
-            message = {"type": "http.response.body", "body": data.encode(), "more_body": more}
-            async with asyncio.timeout(self._timeout):
-                await send(message)
-
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                async for event in self._events:
-                    await write(f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n")
-            except ApiError as error:
-                await write(f"data: {json.dumps(error.body())}\n\n")
-            await write("data: [DONE]\n\n", more=False)
+            async with _Patience(self._timeout) as patience:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                try:
+                    async for events in self._events:
+                        data = "".join(f"data: {_encode(event)}\n\n" for event in events)
+                        with patience:
+                            await send({"type": "http.response.body", "body": data.encode(), "more_body": True})
+                    data = ""
+                except ApiError as error:
+                    data = f"data: {_encode(error.body())}\n\n"
+                with patience:
+                    await send({"type": "http.response.body", "body": f"{data}data: [DONE]\n\n".encode(), "more_body": False})
         except (ClientGone, TimeoutError, OSError) as error:
             scope["dspine"]["gone"] = type(error).__name__
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class _Patience:
+    """TimeoutError where a write (`with` inside `async with`) takes longer than `seconds`. One timer looks a few times in that
+    span, instead of one timer a write."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._loop = seconds, asyncio.get_running_loop()
+        self._limit = asyncio.timeout(None)
+        self._since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> _Patience:
+        await self._limit.__aenter__()
+        self._look()
+        return self
+
+    async def __aexit__(self, *reason: Any) -> bool | None:
+        assert self._timer is not None
+        self._timer.cancel()
+        return await self._limit.__aexit__(*reason)
+
+    def __enter__(self) -> None:
+        self._since = self._loop.time()
+
+    def __exit__(self, *reason: object) -> None:
+        self._since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._since is not None and now - self._since >= self._seconds:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(self._seconds / 4, self._look)
 
 
 class Gate:

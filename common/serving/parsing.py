@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from dspine.common.serving.prompts import END_THINK, END_TOOL, THINK, TOOL
 
@@ -158,11 +159,23 @@ class OutputParser:
 
 
 def parse_call(body: str) -> ToolCallText | None:
-    """`{"name": ..., "arguments": {...}}` (Hermes and Qwen), or None where it is not that."""
+    """`{"name": ..., "arguments": {...}}` (Hermes and Qwen), or None where it is not that, or holds what JSON and UTF-8 cannot
+    say (NaN, half a surrogate pair)."""
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
+        data = json.loads(body, parse_constant=_no_number)
+        call = _call_of(data)
+        if call is not None:
+            f"{call.name}{call.arguments}".encode()
+    except (ValueError, RecursionError):  # JSONDecodeError and UnicodeEncodeError are ValueErrors
         return None
+    return call
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _call_of(data: Any) -> ToolCallText | None:
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return None
     arguments = data.get("arguments", data.get("parameters", {}))
