@@ -7,8 +7,11 @@ import math
 
 import httpx
 import numpy as np
-import openai
 import pytest
+
+pytest.importorskip("openai", reason="the openai client is not installed (dspine[dev])")
+
+import openai
 
 from dspine.common.serving.schema import ChatRequest
 from dspine.common.serving.service import Service

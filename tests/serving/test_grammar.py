@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import openai
 import pytest
 
+pytest.importorskip("openai", reason="the openai client is not installed (dspine[dev])")
 pytest.importorskip("llguidance", reason="llguidance is not installed (dspine[server])")
+
+import openai
 
 from dspine.common.serving.prompts import Prompts
 from dspine.common.serving.rules import Grammars
