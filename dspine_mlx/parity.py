@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
@@ -64,7 +64,8 @@ def backends() -> list[ParityBackend]:
     ]
     if mx.metal.is_available():
         name = str(mx.device_info().get("device_name", "Metal"))
-        return [*found, metal_backend(name, scaled=False, session=nullcontext)]
+        on_gpu = lambda: mx.stream(mx.Device(mx.gpu))  # noqa: E731 - whatever `--device` made the default
+        return [*found, metal_backend(name, scaled=False, session=on_gpu)]
     return [*found, ParityBackend("metal", "none", skipped="no Metal device here; the test suite runs the kernels emulated")]
 
 
