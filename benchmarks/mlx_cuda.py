@@ -63,7 +63,8 @@ PARTS = (
 NEAR_TIE = 0.25  # margin of the two best logits below which rounding may turn the text
 VARIABLES = ("MLX_ENABLE_TF32", "MLX_CUDA_USE_CUDNN_SDPA", "MLX_USE_CUDA_GRAPHS", "MLX_DISABLE_COMPILE", "DSPINE_KERNELS")
 PROMPTS = (  # 33 to 64 tokens for both models, so that MLX builds its product of packed weights for one size of prompt only
-    "Write a Python function that tells whether a number is prime. Then explain in short sentences how it works, and why it does.",
+    "Write a Python function that tells whether a number is prime. "
+    "Then explain in a few short sentences how it works, and why.",
     "A train leaves at 9:40 and arrives at 13:05. How long does it take? Explain your answer step by step.",
     "Describe the water cycle to a child of ten, with short sentences, and name all the parts of it in their order.",
     "List five reasons why bread rises when it is baked, and say for each of them what a baker can do about it.",
