@@ -37,13 +37,21 @@ class Launch:
 
 def choose(columns: int, size: int, dtype: torch.dtype) -> Launch:
     """Launch parameters for a matrix [columns, size]."""
-    if dtype == torch.float32:
-        chosen = Launch(32, 64, 4, 3, 0)
-    else:
-        # few columns: few programs, each of which must keep more bytes in flight
-        chosen = Launch(16, 512, fetch=2048) if columns <= 4608 else Launch(32, 128)
+    chosen = Launch(32, 64, 4, 3, 0) if dtype == torch.float32 else _measured(columns, size)
     columns, step = (programs_of(min(n, 512), least) for n, least in ((columns, chosen.columns), (size, chosen.step)))
     return replace(chosen, columns=columns, step=step)
+
+
+def _measured(columns: int, size: int) -> Launch:
+    """What an H200 runs fastest (`benchmarks.kernels.decode --tune`, the product of the times at 1 and 16 rows): few columns
+    mean few programs, each of which must keep more bytes in flight."""
+    if columns >= 16384:
+        return Launch(64, 128, fetch=0)  # gate and up
+    if size <= 2048:
+        return Launch(32, 128, stages=6, fetch=2048 if columns <= 512 else 512)  # of a narrow model; the router's
+    if 2048 < columns <= 4608 and size <= 4096:
+        return Launch(16, 512)  # output of attention
+    return Launch(32, 256, fetch=0 if columns > 4608 and size <= 4096 else 512)  # q, k, v; down
 
 
 @triton.jit

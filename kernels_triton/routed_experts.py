@@ -54,8 +54,9 @@ class Launch:
     fetch: int = 512
 
 
-# One token's 8 experts of Qwen3.6-35B-A3B: 256 and 288 programs of 24 and 48 KiB in flight each
-INNER, OUTER = Launch(16, 128, 4, 4), Launch(64, 128, 4, 4)
+# One token's 8 experts of Qwen3.6-35B-A3B: 256 and 288 programs of 96 and 64 KiB in flight each; the first was the fastest of
+# `benchmarks.kernels.decode --tune` at one token (24.8 us, with 128 inputs at a time 31), none is better at 16
+INNER, OUTER = Launch(16, 512, 4, 3), Launch(64, 128, 4, 4)
 
 
 def whole(chosen: Launch, columns: int, size: int) -> Launch:
