@@ -6,6 +6,7 @@ absent. An interrupted run goes on with the same command and keeps what is finis
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -67,7 +68,7 @@ class RecipeSettings:
 
 
 class Recipe:
-    """One output folder: `recipe.json`, `prompts/round_*.jsonl`, `data_*.npz`, and at the end `report.json`."""
+    """One output folder: `recipe.json`, `prompts/round_*.jsonl`, `prompts.json` (their digest), `data_*.npz`, `report.json`."""
 
     def __init__(
         self,
@@ -101,10 +102,25 @@ class Recipe:
             raise DSpineError(f"{self.output} holds npz files but no recipe.json: choose an empty folder")
         write_json(path, wanted)
 
+    def _claim_prompts(self, prompts: list[str]) -> None:
+        """Shards answer numbered prompts: prompt files that changed since the first call would give others those numbers."""
+        path = self.output / "prompts.json"
+        digest = hashlib.sha256("\0".join(prompts).encode()).hexdigest()
+        wanted = {"count": len(prompts), "sha256": digest}
+        if not path.is_file():
+            write_json(path, wanted)
+        elif read_json(path) != wanted:
+            raise DSpineError(
+                f"{self.output}: the prompts are not those that it was begun with (a file of --prompts or --exclude has "
+                f"changed): put the files back, or use another folder"
+            )
+
     def run(self) -> dict[str, Any]:
         """Prompts, then answers; returns (and stores) what was made."""
         started = time.perf_counter()
-        encoded, dropped = self._encode(self.collect_prompts())
+        prompts = self.collect_prompts()
+        self._claim_prompts(prompts)
+        encoded, dropped = self._encode(prompts)
         if not encoded:
             limit = self.settings.max_prompt_tokens
             raise DSpineError(f"no prompt is left: all {dropped} are longer than --max-prompt-tokens {limit}")
@@ -135,12 +151,10 @@ class Recipe:
         kept = [p.turns[0] for path in settings.prompts for p in read_prompts(path) if distinct.add(p.turns[0])]
         own: list[str] = []
         rounds = -(-settings.self_prompts // ROUND)
-        with progress_bar(settings.self_prompts, self.progress and rounds > 0, "prompts") as advance:
-            for number in range(MAX_ROUNDS_FACTOR * rounds):
-                if len(own) >= settings.self_prompts:
-                    break
-                own += [text for text in self._round(number) if usable_prompt(text) and distinct.add(text)]
-                advance(min(len(own), settings.self_prompts), f"round {number + 1}")
+        for number in range(MAX_ROUNDS_FACTOR * rounds):
+            if len(own) >= settings.self_prompts:
+                break
+            own += [text for text in self._round(number, len(own)) if usable_prompt(text) and distinct.add(text)]
         if len(own) < settings.self_prompts:
             raise DSpineError(
                 f"the target wrote only {len(own)} distinct prompts in {MAX_ROUNDS_FACTOR * rounds} rounds of {ROUND}; ask for "
@@ -150,8 +164,8 @@ class Recipe:
         order = np.random.default_rng([settings.seed, 0]).permutation(len(prompts))
         return [prompts[i] for i in order]
 
-    def _round(self, number: int) -> list[str]:
-        """Texts of one round of user turns, from its file or made now."""
+    def _round(self, number: int, before: int) -> list[str]:
+        """Texts of one round of user turns, from its file or made now. before: prompts that earlier rounds gave."""
         path = self.output / "prompts" / f"round_{number:05d}.jsonl"
         if not path.is_file():
             settings, turn = self.settings, user_turn(self.tokenizer)
@@ -161,7 +175,12 @@ class Recipe:
             count = min(ROUND, max(64, 2 * settings.self_prompts))
             jobs = (Job(number * ROUND + i, turn.opening, room, heats[i % len(heats)]) for i in range(count))
             generator = self._generator(len(turn.opening) + room, self.tokenizer.stop_ids | turn.ends)
-            answers = sorted(generator.run(jobs), key=lambda a: a.job.number)
+            answers, kept = [], f"{before} of {settings.self_prompts} prompts from earlier rounds"
+            with progress_bar(count, self.progress, f"round {number + 1}: texts", every_call=False) as advance:
+                for answer in generator.run(jobs):
+                    answers.append(answer)
+                    advance(len(answers), kept)
+            answers.sort(key=lambda a: a.job.number)
             write_jsonl(path, [self.tokenizer.decode(a.tokens[:-1].tolist()).strip() for a in answers if a.reason == "stop"])
         try:
             return [json.loads(line) for line in json_lines(path.read_text(encoding="utf-8")) if line]

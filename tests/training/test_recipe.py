@@ -14,6 +14,7 @@ from dspine_cuda.training import files
 from dspine_cuda.training.cli import main
 from dspine_cuda.training.data import load_conversations
 from dspine_cuda.training.formats import read_rows
+from dspine_cuda.training.loops import cut_loop
 from dspine_cuda.training.prompts import Distinct, read_prompts, user_turn
 from dspine_cuda.training.recipe import Recipe, RecipeSettings
 from tests.training.toys import VOCAB, write_target, write_tokenizer
@@ -76,6 +77,10 @@ def test_an_interrupted_run_ends_with_the_same_shards(model: Path, tmp_path: Pat
     assert recipe(model, tmp_path, "cut").run()["made_now"]["conversations"] == 0
     with pytest.raises(DSpineError, match=r"begun with other settings \(seed: 3 there, 4 now\)"):
         recipe(model, tmp_path, "cut", seed=4)
+    changed = recipe(model, tmp_path, "cut")
+    prompt_file(tmp_path / "prompts.jsonl", seed=8)  # the same path, other prompts: their numbers belong to others
+    with pytest.raises(DSpineError, match="cut: the prompts are not those that it was begun with"):
+        changed.run()
 
 
 def test_the_target_writes_its_own_prompts(model: Path, tmp_path: Path) -> None:
@@ -126,6 +131,39 @@ def test_bad_input_is_named(model: Path, tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(DSpineError, match=message):
             read_prompts(path)
+
+
+def test_progress_within_a_round_and_over_the_answers(model: Path, tmp_path: Path, capsys) -> None:
+    made = recipe(model, tmp_path, "shown")
+    made.progress = True
+    made.run()
+    lines = capsys.readouterr().err.splitlines()
+    assert any("round 1: texts 64/64  0 of 6 prompts" in line for line in lines)
+    assert any(line.startswith("answers 26/26") and "tokens/s" in line for line in lines) and len(lines) < 130
+
+
+def test_an_interruption_within_a_round_of_prompts(model: Path, tmp_path: Path, monkeypatch) -> None:
+    whole = recipe(model, tmp_path, "whole", prompts=()).collect_prompts()
+    cut = recipe(model, tmp_path, "cut", prompts=())
+    with monkeypatch.context() as patch:
+        patch.setattr("dspine_cuda.training.recipe.write_jsonl", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            cut.run()
+    assert not list((tmp_path / "cut").glob("**/round*")) and recipe(model, tmp_path, "cut", prompts=()).run()["prompts"] == 6
+    assert recipe(model, tmp_path, "cut", prompts=()).collect_prompts() == whole
+
+
+def test_evaluation_prompts_are_left_out_and_loops_cut(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path, self_prompts=0)
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    made = recipe(model, tmp_path, "out", self_prompts=0, exclude=(str(tmp_path / "eval.jsonl"),), max_tokens=120)
+    prompts = made.collect_prompts()
+    barred = {row["messages"][0]["content"] for row in rows[:5]}
+    assert len(prompts) == 15 and barred.isdisjoint(prompts) and settings.exclude == ()
+    made.run()
+    answers = [c.tokens[c.prompt_length :] for c in load_conversations(tmp_path / "out")]
+    assert all((end := cut_loop(answer)) is None or end >= len(answer) for answer in answers)
 
 
 @pytest.mark.parametrize("name", ["recipe.json", "prompts/round_00000.jsonl", "data_00000.npz"])
