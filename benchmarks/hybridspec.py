@@ -7,7 +7,8 @@ The prompt file's rows have `messages` and `category`, and `split` (`calibration
 category). Without --calibration the pair is calibrated first, on the calibration prompts only. Every repetition runs every
 prompt through all contenders one after another, the order turning, so that a slow minute of the machine hits all of them.
 Pooled throughput: tokens after each request's first, over the time of its rounds, summed over the prompts; median and range
-over the repetitions. Drafting is never switched off (break-even 0), so that every contender runs as named.
+over the repetitions. Drafting is never switched off (break-even 0), so that every contender runs as named. Temperatures take
+turns within a repetition, and --out is written after each of them, so a run that is cut leaves whole tables.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -65,28 +66,35 @@ def contenders(calibration: Calibration) -> list[str]:
 
 
 def measure(
-    engine: Engine, prompts: list[PromptRow], names: list[str], path: Path, args: argparse.Namespace, temperature: float
+    engine: Engine, prompts: list[PromptRow], names: list[str], options: dict[str, Any], repetition: int, label: str
 ) -> list[dict[str, Any]]:
-    """One row for each run of one contender on one prompt."""
+    """One repetition: one row for each run of one contender on one prompt."""
     rows = []
-    options = {"max_tokens": args.max_tokens, "temperature": temperature, "break_even": 0.0, "calibration": path}
     for name in names:  # warm up: first calls set up thread pools, graphs and buffers
         _run(engine, prompts[0], name, {**options, "max_tokens": 16}, 0)
-    for repetition in range(args.repetitions):
-        for index, prompt in enumerate(prompts):
-            turn = (index + repetition) % len(names)
-            plain_ids = None
-            runs = {}
-            for name in names[turn:] + names[:turn]:
-                runs[name] = _run(engine, prompt, name, options, index)
-            plain_ids = runs[PLAIN].pop("ids")
-            for name, run in runs.items():
-                ids = plain_ids if name == PLAIN else run.pop("ids")
-                run |= {"same_text": ids == plain_ids, "repeats": repeats(ids)}
-                rows.append({"policy": name, "repetition": repetition, "prompt": index, "category": prompt.category, **run})
-            done = repetition * len(prompts) + index + 1
-            print(f"T={temperature:g}: {done}/{args.repetitions * len(prompts)}", file=sys.stderr, flush=True)
+    for index, prompt in enumerate(prompts):
+        turn = (index + repetition) % len(names)
+        runs = {name: _run(engine, prompt, name, options, index) for name in names[turn:] + names[:turn]}
+        plain_ids = runs[PLAIN]["ids"]
+        for name, run in runs.items():
+            ids = run.pop("ids")
+            run |= {"same_text": ids == plain_ids, "repeats": repeats(ids)}
+            rows.append({"policy": name, "repetition": repetition, "prompt": index, "category": prompt.category, **run})
+        print(f"{label}: {index + 1}/{len(prompts)}", file=sys.stderr, flush=True)
     return rows
+
+
+def repeated(
+    engine: Engine, prompts: list[PromptRow], names: list[str], path: Path, args: argparse.Namespace
+) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """All rows so far by temperature, again after every repetition of every temperature."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for repetition in range(args.repetitions):
+        for temperature in args.temperatures:
+            options = {"max_tokens": args.max_tokens, "temperature": temperature, "break_even": 0.0, "calibration": path}
+            label = f"T={temperature:g}, repetition {repetition + 1} of {args.repetitions}"
+            rows.setdefault(f"{temperature:g}", []).extend(measure(engine, prompts, names, options, repetition, label))
+            yield rows
 
 
 def _progress(every: float = 5.0) -> Callable[[str, int, int], None]:
@@ -162,9 +170,10 @@ def _pooled(rows: list[dict[str, Any]]) -> float:
 def markdown(result: dict[str, Any]) -> str:
     """The tables for people."""
     facts, made = result["setup"], result["calibration"]
+    done = min(1 + max(row["repetition"] for row in rows) for rows in result["rows"].values())
     lines = [
         f"{facts['model']} with {facts['drafter']}, {facts['runtime']} on {facts['device']}, {facts['dtype']}; "
-        f"{facts['prompts']} test prompts, {facts['max_tokens']} tokens, {facts['repetitions']} interleaved repetitions. "
+        f"{facts['prompts']} test prompts, {facts['max_tokens']} tokens, {done} interleaved repetitions. "
         f"Commit {result['commit']}.",
         "",
         f"Calibration: rho {made['rate']:.1f} tokens/s, s {made['stage_zero_us']:.1f} us, eta {made['expert_us']:.2f} us.",
@@ -189,8 +198,8 @@ def _markdown_row(row: dict[str, Any]) -> str:
     return f"| {name} | {speed} | {ratios} | {lengths} | {row['acceptance'] or '-'} | {row['same_text']:.0%} |"
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Load, calibrate where no file was named, measure at every temperature."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Load, calibrate where no file was named, measure; the result so far, after every repetition of every temperature."""
     runtime, reason = choose_runtime(args.backend)
     engine = load(
         runtime, args.model, args.draft_model, device=args.device, dtype=args.dtype, backend_reason=reason, graphs=args.graphs
@@ -207,8 +216,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         made = load_calibration(path)
         check_calibration(made, identify(engine), path)
         names = [name for name in contenders(made) if args.policies is None or name in (PLAIN, "full", *args.policies)]
-        rows = {f"{t:g}": measure(engine, test, names, path, args, t) for t in args.temperatures}
-    setup = {
+        facts = {**provenance(), "setup": setup_of(engine, made, len(test), args), "calibration": figures_of(made)}
+        for rows in repeated(engine, test, names, path, args):
+            yield {**facts, "tables": {t: summarise(some, names) for t, some in rows.items()}, "rows": rows}
+
+
+def setup_of(engine: Engine, made: Calibration, prompts: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What ran, on what."""
+    return {
         "model": args.model,
         "drafter": made.identity.drafter_name,
         "runtime": engine.runtime,
@@ -216,12 +231,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": made.identity.dtype,
         "rounds": engine.rounds_reason,
         "adapter": engine.target.info.adapter,
-        "prompts": len(test),
+        "prompts": prompts,
         "max_tokens": args.max_tokens,
         "repetitions": args.repetitions,
         "seed": args.seed,
     }
-    figures = {
+
+
+def figures_of(made: Calibration) -> dict[str, Any]:
+    """The calibration's own figures."""
+    return {
         "rate": made.rate,
         "stage_zero_us": made.cost.stage_zero * 1e6,
         "expert_us": made.cost.expert * 1e6,
@@ -229,8 +248,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "figures": made.figures,
         "provenance": made.provenance,
     }
-    tables = {t: summarise(some, names) for t, some in rows.items()}
-    return {**provenance(), "setup": setup, "calibration": figures, "tables": tables, "rows": rows}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -261,12 +278,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print the tables; everything goes to --out."""
     args = parse()
-    result = run(args)
-    text = markdown(result)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-    if args.markdown:
-        args.markdown.write_text(text)
+    text = ""
+    for result in run(args):
+        text = markdown(result)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1))
+        if args.markdown:
+            args.markdown.write_text(text)
     print(text)
 
 

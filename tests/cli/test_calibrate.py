@@ -150,7 +150,11 @@ def test_benchmark_table_on_the_toys(pair, tmp_path):
     (pair / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     named = ["--model", str(pair / "model"), "--draft-model", str(pair / "draft"), "--prompts", str(pair / "rows.jsonl")]
     few = ["--per-category", "1", "--calibration-per-category", "2", "--max-tokens", "24", "--repetitions", "2"]
-    result = run(parse([*named, *few, "--temperatures", "0"]))
+    first, result = (json.loads(json.dumps(part)) for part in run(parse([*named, *few, "--temperatures", "0"])))
+    assert {row["repetition"] for row in first["rows"]["0"]} == {0} and {row["repetition"] for row in result["rows"]["0"]} == {
+        0,
+        1,
+    }
     table = {row["policy"]: row for row in result["tables"]["0"]}
     assert set(table) == {"autoregressive", "full", "static:2", "static:4", "dcut", "evict", "dspark", "nominal", "hybridspec"}
     assert all(row["same_text"] == 1 for row in table.values()) and sum(row["best_static"] for row in table.values()) == 1
