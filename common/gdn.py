@@ -118,7 +118,7 @@ def gdn_verify(
     [B, Hv, Dv, Dk]; lengths int [B] (None: all w rows are live; 0: an unused slot, whose state may hold anything).
     Returns o [B, w, Hv, Dv] in the dtype of v, and the factors. In padded rows o and z are 0 and g repeats the last live
     row's. w = 1 runs the same code. Raises `DSpineError` on wrong ranks, dtypes, head ratios, w over 16, and (NumPy
-    arrays only: elsewhere it would need a host read, see `check_log_decay`) log decays above 0.
+    arrays and torch on the CPU; elsewhere it would be a host read, see `check_log_decay`) log decays above 0.
     """
     xp = array_namespace(q, k, v, state)
     _check_block(q, k, v, log_decay, beta, state)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspine.common.gdn import MAX_TOKENS, NORM_EPS, GdnFactors, GdnInputWeights, GdnLayout, GdnTokens
+from dspine.common.gdn import MAX_TOKENS, NORM_EPS, GdnFactors, GdnInputWeights, GdnLayout, GdnTokens, check_log_decay
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _FLOOR = torch.tensor(NORM_EPS**0.5)
@@ -113,13 +113,18 @@ def supports_verify(
 def gdn_verify(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, lengths: Tensor | None = None
 ) -> tuple[Tensor, GdnFactors]:
-    """`common.gdn.gdn_verify`: equations 3 and 10 in a frame of 16 rows. Rows behind the block are zeros: no write, no read."""
+    """`common.gdn.gdn_verify`: equations 3 and 10 in a frame of 16 rows. Rows behind the block are zeros: no write, no read.
+
+    Raises DSpineError where a live log decay is above 0 (then the decay itself was passed).
+    """
     out_dtype, kept_k, count = v.dtype, k, q.shape[1]
     if lengths is not None:
         live = torch.arange(count)[None, :] < lengths[:, None]
         q, k, v = (torch.where(live[:, :, None, None], x, 0.0) for x in (q, k, v))
         log_decay, beta = (torch.where(live[:, :, None], x, 0.0) for x in (log_decay, beta))
         state = torch.where((lengths > 0)[:, None, None, None], state, 0.0)
+    if float(log_decay.max()) > 0.0:  # 3 us; on an accelerator it would be a host read
+        check_log_decay(log_decay)
     g = torch.cumsum(log_decay, dim=1)
     whole = g
     if count < MAX_TOKENS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dspine.common.errors import DSpineError
+from dspine.common.gdn import gdn_verify
 from dspine.common.injection import InjectionWeights
 from dspine.common.registry import kernel_report
 from dspine.common.transition import path_walk, transition_scores
@@ -56,3 +58,20 @@ def test_they_are_registered_for_the_cpu_only():
         report["path_walk/torch/cpu"] == "torch path_walk"
         and report["transition_scores/torch/cpu"] == "torch transition_scores"
     )
+
+
+@pytest.mark.parametrize("count", [1, 5, 16])
+def test_n2_a_decay_that_is_no_log_is_refused(count):
+    """The decay passed instead of its log: said in one line at every length; padding is nobody's decay."""
+    register()
+    assert "gdn_verify/torch/cpu" in kernel_report()
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 2, count, 2, 8, generator=generator).div_(8)
+    v, state = torch.randn(2, count, 4, 6, generator=generator), torch.zeros(2, 4, 6, 8)
+    decay = torch.full((2, count, 4), 0.97)
+    with pytest.raises(DSpineError, match=r"log_decay must be at most 0, got 0\.97.*pass log\(decay\)"):
+        gdn_verify(q, k, v, decay, decay, state)
+    live = torch.tensor([0, count - 1], dtype=torch.int32)
+    padded = decay.log()
+    padded[0], padded[1, count - 1] = 0.97, 0.97
+    assert bool(gdn_verify(q, k, v, padded, decay, state, live)[0].isfinite().all())
