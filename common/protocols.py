@@ -7,10 +7,12 @@ H hidden size, V vocabulary, F feature width (taps x H). `Array` is an array of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 Array = Any
 
@@ -301,6 +303,11 @@ class Rounds(Protocol):
         """(A `DecodingLoop` for this request, how its rounds run), or (None, why it runs in the eager loop)."""
         ...
 
+    def slots(self, count: int, tokens: int) -> Slots:
+        """Rounds of up to `count` sequences of up to `tokens` tokens (fewer where memory is short). DSpineError where they
+        cannot run."""
+        ...
+
     def time_rounds(self, prompt: Sequence[int], params: Any, lengths: Iterator[int]) -> Iterator[tuple[int, float]]:
         """(w, seconds) of drafted rounds of one request, the w of each taken from `lengths`; a round that the end cut is
         left out."""
@@ -312,6 +319,53 @@ class Rounds(Protocol):
 
     def time_expert(self, repetitions: int) -> float:
         """Seconds that one more distinct (layer, expert) pair costs in a block; 0.0 where the target has no experts."""
+        ...
+
+
+class Slots(Protocol):
+    """Rounds of several sequences without the CPU. A sequence takes a slot, is read into its caches by the target's own
+    `prefill` (and the drafter's `commit`), begins, and ends; rounds of the others do not touch it. kind: (acceptance rule,
+    sampling parameters with seed 0)."""
+
+    drafter: Any
+    count: int
+    tokens: int  # committed tokens that a slot holds
+    rows: int  # tokens that a round verifies at most
+    reason: str  # how rounds run
+    nbytes: int
+
+    def caches(self, slot: int, drafting: bool) -> tuple[Any, Any | None]:
+        """Empty caches (the target's, the drafter's) over the memory of an idle slot."""
+        ...
+
+    def begin(self, slot: int, length: int, anchor: int, remaining: int, uniforms: np.ndarray | None) -> None:
+        """The slot's caches hold `length` tokens; `anchor` follows, and `remaining` may be emitted behind it. uniforms
+        float32 [n, 3] from output position 0 on; None: greedy."""
+        ...
+
+    def end(self, slot: int) -> None:
+        """The slot is idle again, whatever it was."""
+        ...
+
+    def ready(self, kind: tuple[str, Any], limits: Sequence[int], drafting: bool) -> bool:
+        """Whether `launch` of the same finds what it needs; else it takes time, and every launched round must have been
+        read before."""
+        ...
+
+    def launch(self, kind: tuple[str, Any], limits: Sequence[int], drafting: bool) -> Callable[[], tuple[list[Any], float]]:
+        """Start a round of slots 0, 1, ..: each verifies up to limits[i] tokens (0: it takes no part, 1: no drafts). drafting:
+        some sequence of the round drafts, in this round or a later one. Returns what waits for the round and gives a report
+        a slot (`tokens` emitted, `accepted`, `drafts`, `finite`) and the seconds on the device. Two rounds of a kind may be
+        under way; they are read in order."""
+        ...
+
+    def drop(self, kind: tuple[str, Any]) -> None:
+        """Forget what was made for this kind; none of its rounds is under way."""
+        ...
+
+    def measure(self) -> tuple[dict[tuple[int, int], float], dict[int, float]]:
+        """Seconds of verifying {(slots, tokens each): ..} and of drafting {slots: ..}; makes greedy rounds ready. Every slot
+        must be idle."""
         ...
 
 

@@ -7,6 +7,7 @@ Rejected rows stay in memory as scratch and are overwritten by the next round; n
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -69,6 +70,12 @@ class KVCache(RollbackCache):
     def nbytes(self) -> int:
         """Bytes held."""
         return self.store.numel() * self.store.element_size()
+
+    def part(self, first: int, count: int) -> KVCache:
+        """An empty cache over the memory of sequences [first, first + count) of this one."""
+        found = copy(self)
+        found.store, found.batch, found.length, found.pending = self.store.narrow(2, first, count), count, 0, 0
+        return found
 
     def pending_rows(self) -> tuple[Tensor, ...]:
         """A layer at a time, where K/V of the pending rows go: views [2, B, kv_heads, pending, head_dim]."""

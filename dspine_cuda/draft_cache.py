@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,12 @@ class DraftCache:
     def nbytes(self) -> int:
         """Bytes held."""
         return self._store.numel() * self._store.element_size()
+
+    def part(self, first: int, count: int) -> DraftCache:
+        """An empty cache over the memory of sequences [first, first + count) of this one."""
+        found = copy(self)
+        found._store, found.length = self._store.narrow(2, first, count), 0
+        return found
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
         """Place rows [start, start + T) of one layer: key and value [B, kv_heads, T, hd]."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,12 +33,17 @@ class Runner(Protocol):
 
     reason: str
     depth: int  # rounds that may be started before one is read
+    seconds: float  # that the round took whose report was read last
 
     def prepare(self, mode: Mode) -> None: ...
 
     def launch(self, mode: Mode) -> None: ...
 
     def wait(self) -> np.ndarray: ...
+
+    def has(self, mode: Mode) -> bool:
+        """Whether `launch` finds this mode ready."""
+        ...
 
     def drop(self) -> None:
         """Forget the rounds that were started and not read."""
@@ -71,15 +77,20 @@ class EagerRunner:
     depth = 1
 
     def __init__(self, round_: StaticRound, reason: str = "static steps without graphs") -> None:
-        self.round, self.reason = round_, reason
-        self._reports: deque[np.ndarray] = deque()
+        self.round, self.reason, self.seconds = round_, reason, 0.0
+        self._reports: deque[tuple[np.ndarray, float]] = deque()
 
     def prepare(self, mode: Mode) -> None:
         """Nothing to capture."""
 
+    def has(self, mode: Mode) -> bool:
+        """Always."""
+        return True
+
     @torch.inference_mode()
     def launch(self, mode: Mode) -> None:
         """Run one round."""
+        started = perf_counter()
         round_, arena = self.round, self.round.arena
         if mode == PLAIN:
             round_.plain()
@@ -93,11 +104,12 @@ class EagerRunner:
                 round_.verify(int(arena.chosen[0]))
         else:
             round_.drafted(int(mode))
-        self._reports.append(arena.report.cpu().numpy().copy())
+        self._reports.append((arena.report.cpu().numpy().copy(), perf_counter() - started))
 
     def wait(self) -> np.ndarray:
         """The oldest report."""
-        return self._reports.popleft()
+        report, self.seconds = self._reports.popleft()
+        return report
 
     def drop(self) -> None:
         """Forget what was not read."""
@@ -109,8 +121,9 @@ class GraphRunner:
 
     depth = 2
 
-    def __init__(self, round_: StaticRound, *, conditional: bool | None = None) -> None:
-        """conditional: None takes SWITCH nodes where they are available, False never, True raises where they are not."""
+    def __init__(self, round_: StaticRound, *, conditional: bool | None = None, pool: Any = None) -> None:
+        """conditional: None takes SWITCH nodes where they are available, False never, True raises where they are not. pool:
+        memory of the graphs, shared by runners of which one round runs behind another (None: their own)."""
         arena = round_.arena
         if arena.device.type != "cuda":
             raise BackendError(f"CUDA graphs need a CUDA device, the target is on {arena.device}; use graphs off")
@@ -120,20 +133,25 @@ class GraphRunner:
         self.round, self.device = round_, arena.device
         self.conditional = found if conditional is None else conditional
         self.reason = why if self.conditional else f"graphs, chosen lengths read by the host ({why})"
-        self._pool: Any = None
+        self._pool, self.seconds = pool, 0.0
         self._graphs: dict[Any, Any] = {}
         self._switches: dict[Mode, SwitchGraph] = {}
         self._pinned = [torch.zeros_like(arena.report, device="cpu", pin_memory=True) for _ in range(self.depth)]
         self._lengths = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._events = [torch.cuda.Event() for _ in range(self.depth)]
+        self._begins = [torch.cuda.Event(enable_timing=True) for _ in range(self.depth)]
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(self.depth)]
         self._flight: deque[int] = deque()
         self._next = 0
+
+    def has(self, mode: Mode) -> bool:
+        """Whether this mode is captured."""
+        return mode in self._graphs or mode in self._switches
 
     # -- capture -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, mode: Mode) -> None:
         """Capture what `mode` needs. Every slot must be idle; DSpineError where memory is short."""
-        if mode in self._graphs or mode in self._switches:
+        if self.has(mode):
             return
         if self._flight:
             raise DSpineError("graphs are captured while nothing runs: read or drop the rounds in flight first")
@@ -195,6 +213,7 @@ class GraphRunner:
             raise DSpineError(f"{self.depth} rounds are in flight already: read one first")
         self.prepare(mode)
         place, self._next = self._next, (self._next + 1) % self.depth
+        self._begins[place].record(torch.cuda.current_stream(self.device))
         if mode in self._switches:
             self._switches[mode].replay()
         elif mode == POLICY:
@@ -223,6 +242,7 @@ class GraphRunner:
         """The oldest report, once its copy has arrived."""
         place = self._flight.popleft()
         self._events[place].synchronize()
+        self.seconds = 1e-3 * self._begins[place].elapsed_time(self._events[place])
         return self._pinned[place].numpy().copy()
 
     def drop(self) -> None:

@@ -7,6 +7,7 @@ block's compact factors, for all layers in one call.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,13 @@ class HybridCache(RollbackCache):
     def nbytes(self) -> int:
         """Bytes held."""
         return self.kv.nbytes + sum(x.numel() * x.element_size() for x in (self.states, self.windows))
+
+    def part(self, first: int, count: int) -> HybridCache:
+        """A cache over the memory of sequences [first, first + count) of this one, at length 0; states are left as they are."""
+        found = copy(self)
+        found.kv, found.batch, found.length, found.pending = self.kv.part(first, count), count, 0, 0
+        found.states, found.windows = self.states.narrow(1, first, count), self.windows.narrow(1, first, count)
+        return found
 
     def reserve(self, count: int) -> None:
         """Mark the next `count` rows pending (dropping what was pending before)."""

@@ -34,7 +34,9 @@ class ServeOptions:
     backend: Annotated[str, flag("`auto`, `mlx` or `torch`.", _MODEL)] = AUTO
     device: Annotated[str, flag("`auto`, or a device of the backend: cpu, cuda, metal.", _MODEL)] = AUTO
     dtype: Annotated[DType, flag("Number format of weights and activations.", _MODEL)] = DType[AUTO]
-    graphs: Annotated[Graphs, flag("Whole rounds as CUDA graphs: with --max-concurrency 1.", _MODEL)] = Graphs[AUTO]
+    graphs: Annotated[Graphs, flag("Whole rounds as CUDA graphs; with --max-concurrency above 1 only if on.", _MODEL)] = Graphs[
+        AUTO
+    ]
     served_name: Annotated[str | None, flag("Model id of requests; without it the model's name.", _MODEL)] = None
 
     host: Annotated[str, flag("Address to listen at; loopback unless told.", _NET)] = "127.0.0.1"
@@ -71,7 +73,7 @@ def serve(options: ServeOptions) -> None:
         install = "python -m pip install 'dspine[server]'"
         raise BackendError(f"`dspine serve` needs {error.name}, which is not installed: {install}") from error
     settings = build_settings(options)
-    graphs = graphs_mode(str(options.graphs), options.max_concurrency)
+    graphs = graphs_mode(str(options.graphs), options.max_concurrency, not options.no_batch)
     runtime, reason = choose_runtime(options.backend)
 
     def load_engine() -> Engine:
@@ -90,7 +92,7 @@ def serve(options: ServeOptions) -> None:
 
 def build_settings(options: ServeOptions) -> ServerSettings:
     """Flags as settings. Raises DSpineError."""
-    from dspine.common.serving.scheduler import SchedulerSettings
+    from dspine.common.serving.scheduler import SLOT_TOKENS, SchedulerSettings
     from dspine.common.serving.settings import ServerSettings
 
     return ServerSettings(
@@ -113,6 +115,7 @@ def build_settings(options: ServeOptions) -> ServerSettings:
             prefix_grain=options.prefix_grain,
             exact_prefixes=not options.loose_prefix,
             batch=not options.no_batch,
+            slot_tokens=min(options.max_context or SLOT_TOKENS, SLOT_TOKENS),
         ),
     )
 

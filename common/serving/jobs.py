@@ -12,6 +12,7 @@ from dspine.common.logprobs import TokenLogprobs
 from dspine.common.protocols import Drafter, Engine, LengthPolicy, Rounds
 from dspine.common.serving.errors import ApiError
 from dspine.common.serving.parsing import StopStrings
+from dspine.common.serving.slots import SlotRounds
 from dspine.common.statistics import Statistics
 from dspine.common.tokenizer import Detokenizer, Tokenizer
 
@@ -95,13 +96,16 @@ class Job:
     finished: float = 0.0
     _told: float = 0.0
 
-    def open(self, engine: Engine, rounds: Rounds | None = None) -> DecodingLoop:
-        """Make the loop (allocates its caches), over `rounds` where they can run this request. Raises DSpineError."""
+    def open(self, engine: Engine, rounds: Rounds | None = None, slots: SlotRounds | None = None) -> DecodingLoop:
+        """Make the loop (allocates its caches), over `rounds` or in one of `slots` where they can run this request. Raises
+        DSpineError."""
         drafter = engine.drafter if self.draft else None
         self.started = self._told = perf_counter()
         rules = self.make_rules()
         if rounds is not None:
             self.loop, self.rounds_by = self._without_cpu(rounds, drafter, rules)
+        if slots is not None:
+            self.loop, self.rounds_by = self._in_slot(slots, drafter, rules)
         if self.loop is None:
             self.loop = DecodingLoop(
                 engine.target, drafter, self.prompt, self.params, self.policy, rules=rules, watch=self.text.watch
@@ -117,6 +121,21 @@ class Job:
             return None, f"eager: {reason}"
         loop.watch = self.text.watch
         return loop, f"graphs: {reason}"
+
+    def _in_slot(self, slots: SlotRounds, drafter: Drafter | None, rules: list[LogitsRule]) -> tuple[DecodingLoop | None, str]:
+        """Nothing on the host may shape the logits; stop strings are the host's there."""
+        if rules:
+            return None, "eager: a bias or a grammar shapes the logits on the host"
+        loop, reason = slots.loop(drafter, self.prompt, self.params, self.policy, self.pinned)
+        if loop is None:
+            return None, f"eager: {reason}"
+        loop.watch = self.text.watch
+        return loop, f"graphs: {reason}"
+
+    @property
+    def way(self) -> str:
+        """How the rounds of this job run: `graphs` or `eager`."""
+        return "graphs" if self.rounds_by.startswith("graphs") else "eager"
 
     def tell(self, result: Round) -> None:
         """Hand a round's events to the sink."""

@@ -24,10 +24,12 @@ class Metrics:
         self.cached_tokens = Counter("dspine_cached_tokens", "Prompt tokens taken from the prefix cache", registry=registry)
         self.generated = Counter("dspine_generated_tokens", "Tokens of answers", registry=registry)
         self.rounds = Counter("dspine_rounds", "Rounds of sequences", registry=registry)
+        self.rounds_by = Counter("dspine_rounds_by", "Rounds, by graphs or eager", ["way"], registry=registry)
         self.drafted = Counter("dspine_drafted_tokens", "Drafts verified", registry=registry)
         self.accepted = Counter("dspine_accepted_tokens", "Drafts accepted", registry=registry)
         self.verified_at = Counter("dspine_drafted_at", "Drafts verified, by position", ["position"], registry=registry)
         self.accepted_at = Counter("dspine_accepted_at", "Drafts accepted, by position", ["position"], registry=registry)
+        self._at: list[tuple[Counter, Counter]] = []  # of both, the counter of each position: looked up once, not every round
         self.running = Gauge("dspine_running", "Sequences running", registry=registry)
         self.waiting = Gauge("dspine_waiting", "Sequences waiting", registry=registry)
         self.prefix_bytes = Gauge("dspine_prefix_cache_bytes", "Bytes in the prefix cache", registry=registry)
@@ -36,18 +38,22 @@ class Metrics:
         )
         self.duration = Histogram("dspine_duration_seconds", "Submitted to finished", buckets=_SECONDS, registry=registry)
 
-    def round(self, result: Round) -> None:
-        """One round of one sequence."""
+    def round(self, result: Round, way: str = "eager") -> None:
+        """One round of one sequence; way: `graphs`, `eager`, or `prefill` (the token that the prompt gives)."""
         self.generated.inc(len(result.events))
         if result.events:
             self.rounds.inc()
+            self.rounds_by.labels(way).inc()
         self.drafted.inc(len(result.drafts))
         self.accepted.inc(result.accepted)
         for i in range(len(result.drafts)):
-            position = str(min(i + 1, _POSITIONS))
-            self.verified_at.labels(position).inc()
+            if i == len(self._at) < _POSITIONS:
+                position = str(i + 1)
+                self._at.append((self.verified_at.labels(position), self.accepted_at.labels(position)))
+            verified, accepted = self._at[min(i, _POSITIONS - 1)]
+            verified.inc()
             if i < result.accepted:
-                self.accepted_at.labels(position).inc()
+                accepted.inc()
 
     def finished(self, job: Job) -> None:
         """A sequence came to its end."""

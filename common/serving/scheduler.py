@@ -25,17 +25,22 @@ from dspine.common.serving.metrics import Metrics
 from dspine.common.serving.prefixes import PrefixCache
 from dspine.common.serving.queue import FairQueue
 from dspine.common.serving.rounds import BatchRounds, measure_costs
+from dspine.common.serving.slots import SlotRounds
 
 logger = logging.getLogger("dspine.server")
 # what a request, or the device under it, can raise: it ends that request; anything else ends the server
 FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 
 
+SLOT_TOKENS = 8192
+
+
 @dataclass(frozen=True)
 class SchedulerSettings:
     """max_concurrency: sequences that run at once; max_queue: jobs that wait; prefill_chunk: prompt tokens read between two
     rounds; prefix_bytes: limit of the prefix cache, 0 is off; prefix_grain, exact_prefixes: see `prefixes`; batch: run several
-    sequences as one batch where possible."""
+    sequences as one batch where possible; slot_tokens: prompt and answer of a sequence whose rounds run as graphs in a batch,
+    at most (less where memory is short; longer ones run eagerly)."""
 
     max_concurrency: int = 8
     max_queue: int = 64
@@ -44,6 +49,7 @@ class SchedulerSettings:
     prefix_grain: int = 128
     exact_prefixes: bool = True
     batch: bool = True
+    slot_tokens: int = SLOT_TOKENS
 
     @property
     def chunk(self) -> int:
@@ -70,6 +76,7 @@ class Scheduler:
         self.support = ServingSupport(None, None, "not loaded")
         self.prefixes = PrefixCache(None, 0)
         self._rounds: BatchRounds | None = None
+        self.slots: SlotRounds | None = None
         self._mean_seconds = 2.0  # of a job, running: for Retry-After
         self._turn = 0
 
@@ -180,11 +187,14 @@ class Scheduler:
         if self.support.batcher is not None and self.settings.batch and self.settings.max_concurrency > 1:
             costs = measure_costs(self.engine, self.support.batcher, self.settings.max_concurrency)
             self._rounds = BatchRounds(self.engine, self.support.batcher, costs)
+            if self.engine.rounds is not None:
+                made = self.engine.rounds.slots(self.settings.max_concurrency, self.settings.slot_tokens)
+                self.slots = SlotRounds(self.engine, made)
         self._opened = True
 
     @property
     def rounds(self) -> Rounds | None:
-        """Rounds without the CPU: they hold one sequence, so only a server of one sequence has them."""
+        """Rounds without the CPU of one sequence, for a server of one sequence; `slots` are those of several."""
         return self.engine.rounds if self.settings.max_concurrency == 1 else None
 
     @property
@@ -207,6 +217,10 @@ class Scheduler:
         self._read_prompts()
         self._drop_cancelled()
         ready = [job for job in self._running if not job.loop.reading_prompt]  # type: ignore[union-attr]
+        if self.slots is not None:
+            placed = [job for job in ready if self.slots.holds(job.loop)]
+            ready = [job for job in ready if not self.slots.holds(job.loop)]
+            self._in_slots(self.slots, placed)
         if len(ready) > 1 and self._rounds is not None:
             self._batched(ready)
         else:
@@ -226,7 +240,7 @@ class Scheduler:
 
     def _start(self, job: Job) -> None:
         try:
-            loop = job.open(self.engine, self.rounds)
+            loop = job.open(self.engine, self.rounds, self.slots)
             self.prefixes.fill(loop, ((_tokens(other), other) for other in self._loops(besides=job)))
         except FAILURES as error:
             self._fail(job, error)
@@ -254,10 +268,11 @@ class Scheduler:
         """The next step of one sequence."""
         loop = job.loop
         assert loop is not None
+        way = "prefill" if loop.reading_prompt else job.way
         try:
             result = loop.step()
             self.prefixes.passed(loop)
-            self._deliver(job, result)
+            self._deliver(job, result, way)
         except FAILURES as error:
             self._fail(job, error)
 
@@ -275,9 +290,25 @@ class Scheduler:
             else:
                 self._fail(job, result)
 
-    def _deliver(self, job: Job, result: Round) -> None:
+    def _in_slots(self, slots: SlotRounds, jobs: list[Job]) -> None:
+        """The next round of the sequences that have a slot, and news of the one before it."""
+        by_loop = {id(job.loop): job for job in jobs}
+        try:
+            results = slots.run([job.loop for job in jobs])  # type: ignore[misc]
+        except FAILURES as error:
+            for job in jobs:
+                self._fail(job, error)
+            return
+        for loop, result in results:
+            job = by_loop[id(loop)]
+            if isinstance(result, Round):
+                self._deliver(job, result, job.way)
+            else:
+                self._fail(job, result)
+
+    def _deliver(self, job: Job, result: Round, way: str = "eager") -> None:
         assert job.loop is not None
-        self.metrics.round(result)
+        self.metrics.round(result, way)
         job.tell(result)
         if job.loop.finish_reason is not None:
             self._mean_seconds = 0.9 * self._mean_seconds + 0.1 * (perf_counter() - job.started)
@@ -303,6 +334,8 @@ class Scheduler:
             except FAILURES:  # out of memory, say: the answer is whole, the cache can be done without
                 logger.error("the prefix cache failed and was emptied", exc_info=True)
                 self.prefixes.clear()
+        if self.slots is not None:
+            self.slots.release(job.loop)
         if job.loop is not None:  # the caches go with it
             job.loop.cache = job.loop.draft_cache = None
             job.loop.finish_reason = job.loop.finish_reason or "cancelled"  # it holds no arena any more

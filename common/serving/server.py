@@ -46,7 +46,7 @@ class Server:
             **self.service.facts(),
             "batching": scheduler.batches,
             "batching_reason": scheduler.support.reason,
-            "graphs": scheduler.rounds is not None,
+            "graphs": scheduler.rounds is not None or scheduler.slots is not None,
             "graphs_reason": self.graphs_reason,
             "max_concurrency": settings.max_concurrency,
             "max_queue": settings.max_queue,
@@ -60,17 +60,21 @@ class Server:
         }
 
     def _plan(self, per_token: int) -> int:
-        """Bytes that caches take at most. States lie twice for the moment in which a batch takes a new sequence in."""
+        """Bytes that caches take at most: slots, and as many eager sequences. States lie twice for the moment in which a batch
+        takes a new sequence in."""
         scheduler, count = self.scheduler, self.settings.scheduler.max_concurrency
         moved = 2 if scheduler.batches and count > 1 else 1
         each = per_token * self.service.context + moved * scheduler.bytes_per_sequence
-        return each * count + scheduler.prefixes.limit
+        slots = 0 if scheduler.slots is None else scheduler.slots.slots.nbytes
+        return slots + each * count + scheduler.prefixes.limit
 
     @property
     def graphs_reason(self) -> str:
         """Why rounds run as graphs, or not."""
+        if self.scheduler.slots is not None:
+            return self.scheduler.slots.reason
         if self.settings.scheduler.max_concurrency > 1:
-            return "rounds as graphs hold one sequence: --max-concurrency 1 has them"
+            return "batches run eagerly: --graphs on runs them as graphs"
         return self.scheduler.engine.rounds_reason or "this engine has no rounds as graphs"
 
     def close(self, grace: float = 0.0) -> bool:

@@ -10,17 +10,15 @@ from dspine.common.serving.scheduler import SchedulerSettings
 LOOPBACK = "127.0.0.1"
 
 
-def graphs_mode(asked: str, max_concurrency: int) -> str:
-    """`--graphs` as `load` wants it. Rounds as graphs hold one sequence: with more of them `on` is refused (DSpineError), and
-    `auto` is off."""
-    if max_concurrency == 1:
-        return asked
-    if asked == "on":
+def graphs_mode(asked: str, max_concurrency: int, batch: bool = True) -> str:
+    """`--graphs` as `load` wants it: batches (`max_concurrency` above 1) have graphs where they are asked for, `auto` leaves
+    them eager. DSpineError where several sequences take turns: those have none."""
+    if asked == "on" and max_concurrency > 1 and not batch:
         raise DSpineError(
-            f"--graphs on: rounds as graphs hold one sequence, and --max-concurrency is {max_concurrency}; use "
-            "--max-concurrency 1, or --graphs off: several sequences run as one eager batch"
+            f"--graphs on: sequences that take turns (--no-batch) have no graphs, and --max-concurrency is {max_concurrency}; "
+            "drop --no-batch, or use --max-concurrency 1"
         )
-    return "off"
+    return "off" if asked == "auto" and max_concurrency > 1 else asked
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,8 @@ class Arena:
     which other programs may still read.
     """
 
+    is_shared = False  # whether a slot may be idle while others run, and its caches be written by someone else
+
     def __init__(self, target: Any, drafter: Any | None, shape: ArenaShape) -> None:
         self.shape, self.device, self.dtype = shape, target.device, target.dtype
         self.parts = arena_bytes(target, drafter, shape)
@@ -135,6 +137,11 @@ class Arena:
             self.pending = self._factors(config.gdn, count)
             inputs = torch.zeros((count, batch, rows, config.gdn.channels), dtype=self.dtype, device=self.device)
             self.fresh = GdnKept(self._factors(config.gdn, count), inputs)
+
+    @property
+    def whole(self) -> Arena:
+        """All slots; of a part of an arena (`slots.SlotView`) what it is a part of."""
+        return self
 
     def _factors(self, layout: Any, count: int) -> GdnFactors:
         """Zeros for the factors of `count` layers, W rows each."""

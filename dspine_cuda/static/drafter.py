@@ -60,7 +60,8 @@ class StaticDrafter:
         """A block behind the committed tokens of every slot, from the arena's anchors."""
         arena, rows = self.arena, self.config.query_rows
         embeddings, code = self.drafter.embed_block(arena.anchor)
-        hidden, pre = self._block(embeddings, Where(arena.lengths, self.full, self.cos, self.sin, rows), code)
+        live = self.full * (arena.remaining > 0) if arena.is_shared else self.full  # an idle slot may be reading its prompt
+        hidden, pre = self._block(embeddings, Where(arena.lengths, live, self.cos, self.sin, rows), code)
         shape = (arena.shape.batch, 1, rows, -1)
         return self.drafter.proposal(BlockStates(hidden.view(shape), pre.view(shape), []), code, arena.anchor, request)
 

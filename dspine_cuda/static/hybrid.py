@@ -100,12 +100,14 @@ class StaticHybrid:
 
     def commit(self, m: Tensor) -> None:
         """m int32 [B] tokens of the last `finish` stay: windows move on now, states when they are read next."""
-        arena, windows = self.arena, self.cache.windows
+        arena = self.arena.whole  # all slots: the operation wants them side by side, and those behind these have m = 0
+        windows, missing = arena.cache.windows, arena.shape.batch - m.shape[0]
         if arena.pending is None or arena.fresh is None:
             return
+        counts, m = m, F.pad(m, (0, missing)) if missing else m
         moved, kept = gdn_keep(windows, arena.pending, arena.fresh, m)
         put((windows, moved), *zip(vars(arena.pending).values(), vars(kept).values(), strict=True))
-        arena.pending_m.copy_(m)
+        self.arena.pending_m.copy_(counts)
 
     def _where(self, count: int, live: Tensor) -> Where:
         arena = self.arena

@@ -175,6 +175,13 @@ class GraphDecoder:
         made = StaticLoop(self, drafter, prompt, params, policy, plan)
         return made, self.reason
 
+    def slots(self, count: int, tokens: int) -> Any:
+        """`protocols.Rounds.slots`."""
+        from dspine_cuda.serving_graphs import SlotGraphs
+
+        made = self._make_runner if self._make_runner is not GraphRunner else None
+        return SlotGraphs(self.target, self.drafter, count, tokens, made)
+
     # -- timings for a calibration --------------------------------------------------------------------------------------
 
     def time_rounds(self, prompt: Sequence[int], params: DecodingParams, lengths: Iterator[int]) -> Iterator[tuple[int, float]]:

@@ -166,7 +166,7 @@ class StaticRound:
         assert self.output is not None
         arena = self.arena
         draft = arena.block[:, 1:w]
-        limit = torch.where(arena.finite, (arena.remaining - 1).clamp(min=0, max=w - 1), 0)
+        limit = torch.where(arena.finite, (self.live(w) - 1).clamp(min=0), 0)
         verdict = self._judge(self.output.logits, draft, limit)
         self._settled = settle_round(
             verdict.accepted, verdict.next_token, arena.block, arena.finite, arena.counters, arena.stops, arena.report, w

@@ -1,4 +1,4 @@
-"""`dspine serve --graphs`: one sequence over static rounds, refused for more, and every eager fallback is told.
+"""`dspine serve --graphs`: one sequence or several over static rounds, and every eager fallback is told.
 
 The static steps run without CUDA here (`EagerRunner`); what is tested is how the server drives them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -146,23 +147,65 @@ def test_graphs_are_captured_before_the_first_request(engines):
     assert other.rounds.arena is None
 
 
-def test_several_sequences_have_none(engines):
-    server = serve(engines(True), concurrency=2)
-    try:
+def test_several_sequences_have_slots(engines):
+    """Eight requests of every kind through four slots at once: the answers of a server without graphs, one by one; what the
+    host must see runs in the eager batch beside them. The second four find their prefixes kept."""
+    bodies = {name: BODIES[name] for name in ("greedy", "plain", "seed", "stop", "bias", "penalty", "logprobs")}
+    bodies |= {"again": BODIES["greedy"]}
+    found = {}
+    for static, concurrency in ((False, 1), (True, 4)):
+        server = serve(engines(static), concurrency)
         summary = server.summary()
-        assert summary["graphs"] is False and "--max-concurrency 1" in summary["graphs_reason"] and summary["batching"]
-        assert server.scheduler.rounds is None
-    finally:
-        server.close()
+        assert summary["graphs"] is static and (not static or "up to 4 slots" in summary["graphs_reason"])
+        with running(server) as url, ThreadPoolExecutor(len(bodies)) as pool:
+
+            def ask(item, url=url):
+                body = {"model": "tiny", "prompt": WORDS, "ignore_eos": True, "max_tokens": 24, **item[1]}
+                return item[0], httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+
+            for name, answer in pool.map(ask, bodies.items()) if static else map(ask, bodies.items()):
+                found[static, name] = answer["choices"][0]["text"], answer["usage"]
+            metrics = httpx.get(f"{url}/metrics", timeout=60).text
+        if static:
+            assert sorted(server.scheduler.slots._free) == [0, 1, 2, 3]
+            assert all(f'dspine_rounds_by_total{{way="{way}"}}' in metrics for way in ("prefill", "graphs", "eager"))
+    for name in bodies:
+        assert found[True, name][0] == found[False, name][0], name
+        told = found[True, name][1]["speculative"]["rounds_by"]
+        eager = name in EAGER and name != "stop"
+        assert told.startswith(f"eager: {EAGER[name]}" if eager else "graphs: batches of up to 4 slots"), name
+    assert any(usage["prompt_tokens_details"]["cached_tokens"] for (static, _), (_, usage) in found.items() if static)
 
 
-def test_on_with_several_sequences_is_refused(monkeypatch):
-    """At start-up, before anything is loaded, with what to do; `auto` and `off` load without."""
+def test_clients_that_leave_free_their_slots(engines):
+    """Four streams are cut off in the middle; the next four requests have slots, and the right answers."""
+    server = serve(engines(True), 4)
+    body = {"model": "tiny", "prompt": WORDS, "ignore_eos": True, "temperature": 0, "max_tokens": 40}
+    with running(server) as url:
+        wanted = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+
+        def leave(_):
+            with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60) as answer:
+                next(answer.iter_lines())
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(leave, range(4)))
+            while server.scheduler.occupancy != (0, 0):
+                time.sleep(0.005)
+            assert sorted(server.scheduler.slots._free) == [0, 1, 2, 3]
+            answers = list(pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body, timeout=60).json(), range(4)))
+    for answer in answers:
+        assert answer["choices"][0]["text"] == wanted
+        assert answer["usage"]["speculative"]["rounds_by"].startswith("graphs")
+
+
+def test_batches_have_graphs_where_they_are_asked_for(monkeypatch):
+    """`auto` leaves batches eager; `on` with sequences that take turns is refused before anything is loaded."""
     assert [graphs_mode(asked, 1) for asked in ("auto", "on", "off")] == ["auto", "on", "off"]
-    assert [graphs_mode(asked, 8) for asked in ("auto", "off")] == ["off", "off"]
+    assert [graphs_mode(asked, 8) for asked in ("auto", "on", "off")] == ["off", "on", "off"]
     monkeypatch.setattr(command, "load", lambda *_, **__: pytest.fail("loaded"))
-    with pytest.raises(DSpineError, match="--max-concurrency is 8; use --max-concurrency 1, or --graphs off"):
-        command.serve(command.ServeOptions(port=0, graphs="on"))
+    with pytest.raises(DSpineError, match="--max-concurrency is 8; drop --no-batch, or use --max-concurrency 1"):
+        command.serve(command.ServeOptions(port=0, graphs="on", no_batch=True))
 
 
 def test_the_flag_reaches_the_runtime(registry, monkeypatch):
@@ -176,7 +219,7 @@ def test_the_flag_reaches_the_runtime(registry, monkeypatch):
     monkeypatch.setattr("dspine.common.serving.server.set_up_logging", lambda: None)
     monkeypatch.setattr(command, "load", spy)
     monkeypatch.setattr(command, "choose_runtime", lambda name: (registry, "asked for"))
-    for graphs, concurrency, wanted in (("on", 1, "on"), ("auto", 1, "auto"), ("auto", 8, "off")):
+    for graphs, concurrency, wanted in (("on", 1, "on"), ("on", 8, "on"), ("auto", 1, "auto"), ("auto", 8, "off")):
         with pytest.raises(DSpineError, match="enough"):
             command.serve(command.ServeOptions(port=0, graphs=graphs, max_concurrency=concurrency))
         assert seen["graphs"] == wanted
