@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -16,7 +17,7 @@ from dspine.common.protocols import DraftRequest
 from dspine_cuda.drafter import load_drafter
 from dspine_cuda.training import loop
 from dspine_cuda.training.cli import main
-from dspine_cuda.training.config import parse_train_config
+from dspine_cuda.training.config import load_train_config, parse_train_config
 from dspine_cuda.training.data import load_split
 from dspine_cuda.training.devices import own_device
 from dspine_cuda.training.evaluate import simulated_acceptance
@@ -129,6 +130,37 @@ def test_a_time_limit_is_the_calls_own(place: Path, monkeypatch: pytest.MonkeyPa
     first = train(settings)["steps"]
     assert 0 < first < 30
     assert train(settings, resume=True)["steps"] >= min(30, 2 * first - 2)
+
+
+def test_the_continuation_example_end_to_end(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`continue.yaml` on the toy: from a bfloat16 drafter, more data behind the old, minutes, 8 bits, the same holdout."""
+    first = Trainer(parse_train_config(run_of(place, "first", data=train_settings(place)["data"] | {"holdout": 12})))
+    first.run()
+    write_shards(place / "more", 10, seed=5)
+    monkeypatch.setattr(loop, "WARM_STEPS", 1)
+    monkeypatch.setattr(loop, "TIMED_STEPS", 2)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(ticks)))
+    overrides = [f"model.target={place / 'target'}", f"model.start_from={place / 'first/drafter'}", "data.holdout=12"]
+    overrides += [f"data.path=[{place / 'data'}, {place / 'more'}]", f"run.output_dir={place / 'second'}"]
+    overrides += [f"model.{name}={first.config.model.model_dump(mode='json')[name]}" for name in (
+        "num_layers", "block_size", "taps", "mask_token_id", "transfer_rank", "message_size", "top_k")]  # fmt: skip
+    overrides += ["data.sequence_length=64", "data.rows_per_step=4", "data.num_anchors=8", "loss.chunk_rows=50"]
+    overrides += ["schedule.max_minutes=0.25", "run.log_every=1", "run.eval_stride=4", "run.device=cpu", "run.progress=false"]
+    example = Path(__file__).parents[2] / "examples/train_smollm2/continue.yaml"
+    second = Trainer(load_train_config(example, overrides))
+    assert second.config.run.dtype == "bfloat16" and second.config.run.export_bits == 8
+    assert len(second.held_out) == 12 and len(second.train_data) > len(first.train_data)
+    for ours, theirs in zip(second.held_out, first.held_out, strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    summary = second.run()
+    assert 4 < summary["steps"] == summary["max_steps"] < 200
+    assert losses(place / "second")[0] < losses(place / "first")[0]
+    target = load_frozen_target(place / "target", torch.device("cpu"), torch.float32)
+    whole, small = (load_drafter(Path(summary[name]), target) for name in ("drafter", "quantized_drafter"))
+    assert small.config.quantization == {"bits": 8, "group_size": 64} and whole.config.quantization is None
+    same = dataclasses.replace(small.config, quantization=None)
+    assert same == whole.config and summary["quantized_drafter"].endswith("drafter-8bit")
 
 
 def test_more_data_behind_the_first(place: Path) -> None:
