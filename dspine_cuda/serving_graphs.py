@@ -26,6 +26,8 @@ from dspine_cuda.static.arena import GIB, ArenaShape, arena_bytes
 from dspine_cuda.static.loop import pair_refusal
 from dspine_cuda.static.round import Report, RoundRules, StaticRound, read_report
 from dspine_cuda.static.slots import SlotArena, SlotRound, SlotView
+from dspine_cuda.targets.hybrid import HybridTarget
+from dspine_cuda.targets.moe import SparseMlp
 
 SHARE = 0.6  # of the free memory that an arena may take: prompts are read, and eager sequences run, beside it
 SMALLEST = 1024  # tokens a slot; where even these do not fit, batches stay eager
@@ -54,6 +56,15 @@ def slot_tokens(target: Any, drafter: Any | None, count: int, wanted: int, free:
         tokens = max(tokens // 2, min(SMALLEST, tokens))
 
 
+def experts_refusal(target: Any, rows: int) -> str | None:
+    """Why rounds of so many rows cannot be captured; None where they can."""
+    if target.device.type != "cuda" or not isinstance(target, HybridTarget):
+        return None
+    if not any(isinstance(layer.mlp, SparseMlp) and layer.mlp.reads_host(rows) for layer in target.layers):
+        return None
+    return f"experts of {rows} rows at once need grouped products (bfloat16, compute capability 9); lower --max-concurrency"
+
+
 def _rows(drafter: Any | None) -> int:
     return 1 if drafter is None else drafter.config.block_size
 
@@ -67,7 +78,7 @@ class SlotGraphs:
         make_runner: Callable[[StaticRound], Runner] | None = None,
     ) -> None:  # fmt: skip
         """make_runner: `EagerRunner` in tests (None: graphs). DSpineError where the pair has no static form, or no room."""
-        refused = pair_refusal(target, drafter)
+        refused = pair_refusal(target, drafter) or experts_refusal(target, count * _rows(drafter))
         if refused is not None:
             raise DSpineError(f"graphs: {refused}; use graphs off")
         self.target, self.drafter, self.count, self.rows = target, drafter, count, _rows(drafter)

@@ -97,6 +97,11 @@ class SparseMlp:
             self.ups = [make_linear(matrix.contiguous()) for matrix in gate_up.unbind(0)]
             self.downs = [make_linear(matrix.contiguous()) for matrix in down.unbind(0)]
 
+    def reads_host(self, rows: int) -> bool:
+        """Whether `run` of so many rows reads the device's counts: it cannot be captured then."""
+        grouped = can_group(self.gate_up) and can_group(self.down)
+        return not grouped and rows * self.top_k >= _LOOPED
+
     def route(self, x: Tensor) -> Routed:
         """x [N, H], normed. Softmax over all experts in float32, then the top k (normalised where the model does that)."""
         entry = self.entry(x)

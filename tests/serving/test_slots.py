@@ -4,6 +4,7 @@ are not written to (case R8). The static steps run without graphs here (`EagerRu
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,9 @@ from dspine.common.serving.slots import KINDS
 from dspine_cuda.drafter import load_drafter
 from dspine_cuda.graphs import EagerRunner
 from dspine_cuda.runtime import RUNTIME
-from dspine_cuda.serving_graphs import SMALLEST, slot_tokens
+from dspine_cuda.serving_graphs import SMALLEST, experts_refusal, slot_tokens
+from dspine_cuda.targets.hybrid import HybridTarget
+from dspine_cuda.targets.moe import SparseMlp
 from tests.helpers.drafters import drafter_folder
 from tests.helpers.hybrids import save_hybrid
 from tests.helpers.models import VOCAB, one_thread, save_tiny
@@ -161,7 +164,7 @@ def test_refusals(pair):
     def why(prompt=(5, 6), policy=None, pinned=False, drafter=pair[1], **change):
         return rounds.loop(drafter, list(prompt), DecodingParams(**change), policy or StaticPolicy(), pinned)[1]
 
-    class Elsewhere(StaticPolicy.__mro__[1]):
+    class Elsewhere:
         name, needs_signals, reads_draft_tokens = "elsewhere", True, False
 
     assert why(sampling=SamplingParams(presence_penalty=1.0)) == "penalties are counted on the host"
@@ -203,3 +206,13 @@ def test_memory_decides_the_length_of_slots(pair):
     with pytest.raises(DSpineError, match=r"4 slots of 64 tokens ask for .* lower --max-concurrency"):
         slot_tokens(target, drafter, 4, TOKENS, free=1000)
     assert SMALLEST >= TOKENS
+
+
+def test_experts_that_would_read_the_host_are_refused():
+    """Wide rounds of float32 experts: their counts would be read while a graph is captured."""
+    mlp = object.__new__(SparseMlp)
+    mlp.top_k, mlp.gate_up, mlp.down = 8, torch.zeros(4, 16, 8), torch.zeros(4, 8, 16)
+    target = object.__new__(HybridTarget)
+    target.device, target.layers = torch.device("cuda"), [SimpleNamespace(mlp=mlp)]
+    assert experts_refusal(target, 511) is None
+    assert "512 rows" in experts_refusal(target, 512)
