@@ -25,6 +25,7 @@ from dspine.common.serving.service import Plan, Service, SinkMaker
 from dspine.common.serving.settings import ServerSettings
 
 Make = Callable[[Any, str, SinkMaker], Plan]
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 _GONE = 499  # the client closed the connection: nobody reads this status, logs and metrics show it
 
 
@@ -39,6 +40,7 @@ def build_app(service: Service, scheduler: Scheduler, settings: ServerSettings, 
     async def index() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "no-referrer"})
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         running, waiting = scheduler.occupancy
@@ -61,12 +63,12 @@ def build_app(service: Service, scheduler: Scheduler, settings: ServerSettings, 
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest), responses=_ERRORS)
     async def chat(request: Request) -> Response:
-        body = await read_body(request, ChatRequest, settings.max_body_bytes)
+        body = await read_body(request, ChatRequest, settings.max_body_bytes, settings.send_timeout)
         return await _answer(request, body, "chat", service.chat, service, scheduler)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest), responses=_ERRORS)
     async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionRequest, settings.max_body_bytes)
+        body = await read_body(request, CompletionRequest, settings.max_body_bytes, settings.send_timeout)
         return await _answer(request, body, "completion", service.completion, service, scheduler)
 
     return app
@@ -79,6 +81,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (400, "A field is wrong; the error names it"),
         (401, "No valid key"),
         (404, "No such model"),
+        (408, "The body does not arrive"),
         (413, "The body is too long"),
         (415, "Not application/json"),
         (429, "The queue is full; Retry-After says when to come back"),
@@ -125,8 +128,13 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        text = {404: "no such path", 405: "this path does not take this method"}.get(error.status_code, str(error.detail))
-        return error_response(ApiError(text, status=error.status_code, headers=dict(error.headers or {})))
+        text, code = str(error.detail), None
+        if error.status_code == 404:
+            text, code = _no_path(request), "not_found"
+        elif error.status_code == 405:
+            text, code = f"{request.method[:16]} is not for this path", "method_not_allowed"
+            text += f": it takes {(error.headers or {}).get('Allow', 'another method')}"
+        return error_response(ApiError(text, status=error.status_code, code=code, headers=dict(error.headers or {})))
 
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
@@ -136,6 +144,14 @@ def _add_errors(app: FastAPI) -> None:
     async def broken(request: Request, error: Exception) -> Response:
         logging.getLogger("dspine.server").error("a request failed", exc_info=error)
         return error_response(ApiError("the server failed; its log says why", status=500, code="internal_error"))
+
+
+def _no_path(request: Request) -> str:
+    """What a 404 says: base URLs without `/v1`, and with it twice, are what happens to people."""
+    path = request.url.path
+    meant = next((known for known in PATHS if known.endswith(path.rstrip("/")) or path.endswith(known)), None) if path else None
+    hint = f"did you mean {meant}?" if meant and len(path) > 3 else f"there are {', '.join(PATHS)}"
+    return f"no such path {path[:128]!r}: {hint}"
 
 
 async def _answer(request: Request, body: Any, kind: str, make: Make, service: Service, scheduler: Scheduler) -> Response:

@@ -26,8 +26,9 @@ OPEN_PATHS = frozenset(("/", "/health", "/favicon.ico"))
 _KNOWN = frozenset(("/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions"))
 
 
-async def read_body(request: Request, model: type[Body], limit: int) -> Body:
-    """The checked body. ApiError: another content type, too long, not JSON, not UTF-8, or not what the model allows."""
+async def read_body(request: Request, model: type[Body], limit: int, patience: float) -> Body:
+    """The checked body. ApiError: another content type, too long, longer on its way than `patience` seconds, not JSON, not
+    UTF-8, or not what the model allows."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -38,16 +39,24 @@ async def read_body(request: Request, model: type[Body], limit: int) -> Body:
         raise _too_long(limit)
     received = bytearray()
     try:
-        async for part in request.stream():
-            received += part
-            if len(received) > limit:
-                raise _too_long(limit)
+        async with asyncio.timeout(patience):
+            async for part in request.stream():
+                received += part
+                if len(received) > limit:
+                    raise _too_long(limit)
     except ClientDisconnect as error:
         raise ClientGone from error
+    except TimeoutError as error:
+        raise ApiError(
+            f"the body did not arrive within {patience:g} seconds",
+            status=408,
+            code="request_timeout",
+            headers={"Connection": "close"},
+        ) from error
     try:
         return model.model_validate_json(bytes(received))
     except ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation(error, model.model_fields) from None
 
 
 def _too_long(limit: int) -> ApiError:

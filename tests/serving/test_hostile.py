@@ -96,6 +96,34 @@ def test_field_is_named_before_device_work(toy, change, param):
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_token": 5}, "unknown parameter 'max_token': did you mean 'max_tokens'?"),
+        ({"temprature": 0.1}, "unknown parameter 'temprature': did you mean 'temperature'?"),
+        ({"colour": "red"}, "unknown parameter 'colour'"),
+        ({"temperature": "0.2"}, "invalid 'temperature': expected a number, got a string"),
+        ({"stream": 1}, "invalid 'stream': expected true or false, got 1"),
+        ({"stop": {}}, "invalid 'stop': expected a string or an array, got an object"),
+        ({"n": 1.5}, "invalid 'n': expected an integer, got 1.5"),
+        ({"n": 0}, "invalid 'n': expected a value greater than or equal to 1, got 0"),
+        ({"temperature": 1e999}, "invalid 'temperature': expected a finite number, got a number beyond all limits"),
+        ({"draft": "secret"}, "invalid 'draft': expected true or false or 'full', got another string"),
+        ({"response_format": "json"}, "invalid 'response_format': expected an object, got a string"),
+        ({"messages": None}, "invalid 'messages': expected an array, got null"),
+    ],
+    ids=str,
+)
+def test_messages_say_expected_and_got(toy, change, message):
+    assert check_error(post(toy, GOOD | change), 400, next(iter(change)))["message"] == message
+
+
+def test_a_misspelt_name_explains_a_missing_one(toy):
+    body = {"model": "toy", "mesages": GOOD["messages"]}
+    error = check_error(post(toy, body), 400, "mesages")
+    assert error["message"] == "unknown parameter 'mesages': did you mean 'messages'?"
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"prompt": ""}, "prompt"),
@@ -165,8 +193,17 @@ def test_bodies_too_long(toy):
 
 
 def test_paths_methods_and_content_types(toy):
-    check_error(httpx.get(f"{toy.url}/v1/nothing"), 404)
-    check_error(httpx.get(f"{toy.url}/v1/chat/completions"), 405)
+    everything = "there are /v1/chat/completions, /v1/completions, /v1/models"
+    assert everything in check_error(httpx.get(f"{toy.url}/v1/nothing"), 404)["message"]
+    for wrong, meant in (
+        ("/chat/completions", "/v1/chat/completions"),  # a base URL without /v1, and with it twice
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/models/", "/v1/models"),
+    ):
+        error = check_error(post(toy, GOOD, wrong), 404)
+        assert error["message"] == f"no such path '{wrong}': did you mean {meant}?" and error["code"] == "not_found"
+    assert "takes POST" in check_error(httpx.get(f"{toy.url}/v1/chat/completions"), 405)["message"]
+    assert httpx.head(f"{toy.url}/health").status_code == 200  # what monitors ask
     check_error(post(toy, GOOD, headers={"content-type": "text/plain"}), 415)
     check_error(httpx.get(f"{toy.url}/v1/models/other"), 404, "model")
     check_error(post(toy, GOOD | {"model": "x" * 5000}), 404, "model")

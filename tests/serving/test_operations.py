@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -67,6 +68,23 @@ def test_log_lines_are_json_without_texts_or_keys(start, caplog):
     assert not any(word in line for line in lines for word in ("secret question", "s3cret"))
     broken = logging.makeLogRecord({"msg": "failed", "levelname": "ERROR", "exc_info": (ValueError, ValueError("x"), None)})
     assert "ValueError" in json.loads(JsonLines().format(broken))["exception"]
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 500", "Transfer-Encoding: chunked"])
+def test_a_body_that_never_comes_is_408(start, head):
+    """A client that sends slowly, or nothing more, does not keep its connection for ever."""
+    context, server = start(send_timeout=0.3)
+    with context as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", head, "", ""]
+            connection.sendall("\r\n".join(lines).encode())
+            answer = b""
+            while part := connection.recv(4096):  # until the server closes
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"request_timeout"' in answer
+        assert httpx.post(f"{url}/v1/chat/completions", json=BODY).status_code == 200
+        assert server.scheduler.occupancy == (0, 0)
 
 
 def test_context_limit_of_the_server(start):
