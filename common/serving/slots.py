@@ -68,7 +68,7 @@ class SlotLoop(DecodingLoop):
             drafts = self.launched + 1 < self._undrafted
         if not drafts or limit < 2:
             return 1
-        limit = min(limit, 1 + self._slots.drafter.config.num_proposals)
+        limit = min(limit, 1 + self._slots.drafter.config.num_proposals, self._slots.rows)
         return self.policy.nominal(None, limit) if isinstance(self.policy, StaticPolicy) else limit  # type: ignore[arg-type]
 
     def _watch_break_even(self, emitted: int) -> None:
@@ -199,18 +199,28 @@ class SlotRounds:
 
     def run(self, loops: Sequence[SlotLoop]) -> list[tuple[SlotLoop, Round | DSpineError]]:
         """Start a round of these sequences (all of them that have a slot and have read their prompt) and return what came
-        back by now: for each sequence a round, an error that ends it, or nothing yet."""
+        back by now: for each sequence a round, an error that ends it, or nothing yet. Where it raises, none of them can go
+        on; those that come later can."""
+        found: list[tuple[SlotLoop, Round | DSpineError]] = []
+        try:
+            self._run(loops, found)
+        except BaseException:
+            for kind, flights in self._flights.items():
+                flights.clear()
+                self.slots.drop(kind)
+            raise
+        return found
+
+    def _run(self, loops: Sequence[SlotLoop], found: list[tuple[SlotLoop, Round | DSpineError]]) -> None:
         for loop in loops:
             if not loop.begun:
                 loop.begin()
-        found: list[tuple[SlotLoop, Round | DSpineError]] = []
         for kind, flights in self._flights.items():
             members = [loop for loop in loops if loop.kind == kind]
             if members:
                 self._launch(kind, members, found)
             while len(flights) > bool(members):
                 self._settle(flights.popleft(), found)
-        return found
 
     def _launch(self, kind: Kind, loops: list[SlotLoop], found: list[tuple[SlotLoop, Round | DSpineError]]) -> None:
         pinned, tops = [loop.pinned for loop in loops], [loop.top for loop in loops]

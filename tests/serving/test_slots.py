@@ -73,6 +73,60 @@ def test_answers_are_their_solo_runs(pair, solo, seed):
     assert sum(ended for *_, ended in found) >= 6 and most >= 3
 
 
+class Capturing(EagerRunner):
+    """Wants every mode prepared, and prepares it as graphs are captured: by rounds in which every slot is parked."""
+
+    def __init__(self, round_):
+        super().__init__(round_)
+        self.modes = set()
+
+    def has(self, mode):
+        return mode in self.modes
+
+    def prepare(self, mode):
+        assert not self._reports and mode not in self.modes
+        self.modes.add(mode)
+        for _ in range(2):
+            self.launch(mode)
+        self.drop()
+
+    def launch(self, mode):
+        assert mode in self.modes and len(self._reports) < 2
+        super().launch(mode)
+
+
+def test_modes_are_captured_beside_running_sequences(pair, solo):
+    found, most = run_at_random(*slot_runs.rounds_of(pair, Capturing), pair, solo, 3)
+    assert most >= 3 and all(output == (solo[i] if ended else solo[i][: len(output)]) for i, output, ended in found)
+
+
+def test_a_round_that_fails_ends_its_sequences_only(pair, solo):
+    """Everything under way is forgotten; the next requests find every slot as it should be."""
+    failing = []
+
+    class Failing(EagerRunner):
+        def launch(self, mode):
+            super().launch(mode)
+            if failing and len(self._reports) > 1:
+                raise RuntimeError(failing.pop())
+
+    rounds, book = slot_runs.rounds_of(pair, Failing)
+    loops = [join(rounds, book, pair, i, solo[i]) for i in (0, 1, 2)]
+    turn(rounds, loops)
+    reading, _ = rounds.loop(pair[1], PROMPTS[3], params_of(3), StaticPolicy(), False)
+    failing.append("the device is gone")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        turn(rounds, loops)
+    for loop in loops:
+        rounds.release(loop)
+    while reading.reading_prompt:
+        reading.step()
+    after = [reading, *(join(rounds, book, pair, i, solo[i]) for i in (4, 5))]
+    while not all(loop.finish_reason for loop in after):
+        turn(rounds, after)
+    assert [loop.output for loop in after[:2]] == [solo[3], solo[4]] and after[2].output == solo[5]
+
+
 def test_lengths_and_caches(pair, solo):
     """Rounds accept different counts, and what the slots hold afterwards are the caches of the committed tokens, read anew."""
     rounds, book = rounds_of(pair)
