@@ -32,6 +32,18 @@ def early_launches() -> bool:
     return value == "1"
 
 
+def kernel_variants() -> dict[str, str]:
+    """`DSPINE_KERNELS_TRY`: `name=value` pairs between blanks or semicolons, each in place of a choice that a kernel makes by
+    itself (to measure; docs/kernels.md lists the names)."""
+    found = {}
+    for part in os.environ.get("DSPINE_KERNELS_TRY", "").replace(";", " ").split():
+        name, equals, value = part.partition("=")
+        if not (name and equals and value):
+            raise DSpineError(f"DSPINE_KERNELS_TRY must hold name=value pairs between blanks, got {part!r}")
+        found[name] = value
+    return found
+
+
 def cache_folder() -> Path:
     """`DSPINE_CACHE`, else `$XDG_CACHE_HOME/dspine`, else `~/.cache/dspine`: where prepared models are kept."""
     explicit = os.environ.get("DSPINE_CACHE")

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspine.common.environment import early_launches
+from dspine.common.environment import early_launches, kernel_variants
 from dspine.common.errors import DSpineError
 from dspine.common.registry import register_kernel
 
@@ -117,6 +117,19 @@ def fetch(address):
 
 
 @triton.jit
+def arrived(counter, count):
+    """Whether this program is the last of `count` to come here; it then sees what all of them have stored, and the counter is
+    0 again. Whatever is read afterwards must pass the first-level cache (`.cg`)."""
+    if not INTERPRETED:
+        tl.debug_barrier()  # every thread's stores stand before the one that counts
+    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    last = before == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + e^-x) without overflow in either direction."""
     small = tl.exp(-tl.abs(x))
@@ -172,6 +185,36 @@ def overlaps(array: Tensor) -> bool:
     """Whether a launch may start before the one in front has ended (programmatic dependent launch: Hopper and later)."""
     able = array.is_cuda and not INTERPRETED.value and _capability(array.device.index) >= (9, 0)
     return able and early_launches()
+
+
+def variant(name: str, default: bool) -> bool:
+    """A choice of `DSPINE_KERNELS_TRY`: 0 or 1, else `default`."""
+    value = kernel_variants().get(name, str(int(default)))
+    if value not in ("0", "1"):
+        raise DSpineError(f"DSPINE_KERNELS_TRY: {name} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+COUNTERS = 1 << 16  # of one allocation
+_pools: dict[torch.device, list[Tensor]] = {}
+_counters: dict[tuple[torch.device, int, int], Tensor] = {}
+
+
+def counters(owner: Tensor, count: int) -> Tensor:
+    """`count` int32 zeros for launches whose last program finishes what the others began, and sets them to zero again.
+
+    They belong to the memory of `owner` (a weight, a cache): launches that share it must not run at the same time, others
+    may. They live as long as the process; memory that is freed and given out again finds them at zero.
+    """
+    key = (owner.device, owner.data_ptr(), count)
+    if key not in _counters:
+        pools = _pools.setdefault(owner.device, [])
+        if not pools or pools[-1].numel() < count:
+            if owner.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise DSpineError("a kernel's counters were asked for while a graph is captured; run the step once before")
+            pools.append(torch.zeros(max(COUNTERS, count), dtype=torch.int32, device=owner.device))
+        _counters[key], pools[-1] = pools[-1][:count], pools[-1][count:]
+    return _counters[key]
 
 
 def power_of_2(count: int, least: int = 1) -> int:

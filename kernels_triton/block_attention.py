@@ -3,6 +3,10 @@
 Every program takes one chunk of the cache for all query heads of a key head; chunks behind the sequence's end leave at
 once. A second launch joins the chunks. Chunks have fixed borders and a row's place in a tile does not depend on w, so a
 token's numbers are the same alone and in a block.
+
+Both launches read the lengths, and the first asks for its rows of the cache, before they wait for the launch in front; the
+second lets the next one begin at once, so the product behind attention fetches its weights under it (`attention_ahead=0` in
+`DSPINE_KERNELS_TRY`: neither).
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ from dspine.kernels_triton._launch import (
     FLOATS,
     INTERPRETED,
     contiguous,
+    fetch,
     multiply,
     multiply_terms,
     narrow,
     overlaps,
     power_of_2,
+    variant,
 )
 
 MAX_TOKENS, ROWS, TILE = 16, 64, 64  # rows: of a tile of queries
@@ -41,16 +47,27 @@ def _chunk_kernel(
     query, keys, values, lengths, mixed, top, total, scale, capacity,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, W: tl.constexpr, BR: tl.constexpr,
     CHUNK: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
+    """AHEAD: the length is read, and what stands in the cache already is asked for, before the wait. LINES: of 128 bytes
+    in a row of it."""
     if OVERLAP:
         gdc_launch_dependents()
     part, pair = tl.program_id(0), tl.program_id(1)  # pair: batch x key head
     batch, key_head = pair // HK, pair % HK
-    if OVERLAP:
+    start = part * CHUNK
+    if OVERLAP and not AHEAD:
         gdc_wait()
     length = tl.load(lengths + batch).to(tl.int32)
+    if AHEAD:
+        if start < length:
+            row = tl.minimum(start + tl.arange(0, CHUNK), length - 1)
+            line = tl.minimum(tl.arange(0, LINES) * (D_PAD // LINES), D - 1)
+            at = pair.to(tl.int64) * capacity * D + row[:, None] * D + line[None, :]
+            fetch(keys + at)
+            fetch(values + at)
+        gdc_wait()
     end = length + W
-    start = part * CHUNK
     rows = tl.program_id(2) * BR + tl.arange(0, BR)
     token = rows // G
     place = length + token
@@ -101,13 +118,17 @@ def _chunk_kernel(
 def _join_kernel(
     mixed, top, total, lengths, out, parts,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, W: tl.constexpr,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    if AHEAD:
+        gdc_launch_dependents()
     row, pair = tl.program_id(0), tl.program_id(1)  # row: token x head of the group
     batch, key_head = pair // HK, pair % HK
-    if OVERLAP:
+    if OVERLAP and not AHEAD:
         gdc_wait()
     length = tl.load(lengths + batch).to(tl.int32)
+    if AHEAD:
+        gdc_wait()
     dim, part = tl.arange(0, D_PAD), tl.arange(0, PARTS)
     live = part * CHUNK < length + W
     if WINDOW > 0:
@@ -132,7 +153,8 @@ def launch(
     query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, out: Tensor, scratch: tuple[Tensor, Tensor, Tensor],
     scale: float, causal: bool, window: int | None,
 ) -> None:  # fmt: skip
-    """Launch into `out`; scratch as `scratch_of` makes it. All contiguous, none checked."""
+    """Launch into `out`; scratch as `scratch_of` makes it. All contiguous, none checked. `lengths` may be read before the
+    launch in front has ended: it must not write them."""
     batch, count, heads, size = query.shape
     key_heads, capacity = keys.shape[1], keys.shape[2]
     group, chunk = heads // key_heads, chunk_of(capacity)
@@ -140,13 +162,15 @@ def launch(
         chunk = max(chunk, 256)
     parts = triton.cdiv(capacity, chunk)
     shape = {"HK": key_heads, "G": group, "D": size, "D_PAD": power_of_2(size, 16), "W": count, "CHUNK": chunk}
-    shape |= {"WINDOW": window or 0, "OVERLAP": overlaps(query)}
+    overlap = overlaps(query)
+    shape |= {"WINDOW": window or 0, "OVERLAP": overlap, "AHEAD": overlap and variant("attention_ahead", True)}
     rows = min(ROWS, power_of_2(MAX_TOKENS * group, 16))
     mixed, top, total = scratch
-    early = {"launch_pdl": True} if shape["OVERLAP"] else {}  # each launch may start before the one in front has ended
+    early = {"launch_pdl": True} if overlap else {}  # each launch may start before the one in front has ended
     _chunk_kernel[(parts, batch * key_heads, triton.cdiv(count * group, rows))](
         query, keys, values, lengths, mixed, top, total, scale, capacity, BR=rows, BT=TILE, CAUSAL=causal,
-        num_warps=4 if size <= 128 else 8, num_stages=STAGES, **shape, **early,
+        LINES=max(1, shape["D_PAD"] * query.element_size() // 128), num_warps=4 if size <= 128 else 8, num_stages=STAGES,
+        **shape, **early,
     )  # fmt: skip
     _join_kernel[(count * group, batch * key_heads)](
         mixed,

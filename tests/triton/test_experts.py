@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from dspine.common import experts, linear_rows
 from dspine.common.errors import DSpineError
 from dspine.common.experts import SharedExpert
+from dspine.kernels_triton import _launch
 from dspine.kernels_triton import linear_rows as linear_kernel
 from dspine.kernels_triton import pick_experts as pick_kernel
 from dspine.kernels_triton import routed_experts as routed_kernel
@@ -141,6 +142,58 @@ def test_products_of_a_few_rows(device, dtype, rows, columns, size):
     assert got.shape == (rows, columns) and error(got, want) <= (3e-3 if dtype == torch.bfloat16 else 1e-6)
     assert error(linear_rows.linear_rows.reference(x, weight), want) <= (3e-3 if dtype == torch.bfloat16 else 1e-6)
     assert torch.equal(linear_kernel.linear_rows(x[:1], weight), got[:1])  # the same bits alone
+
+
+SPLIT = linear_kernel.Launch(32, 32, 4, 3, 64, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "size"), [(16, 100, 256), (19, 37, 300), (3, 64, 33)])
+def test_split_products(device, dtype, rows, columns, size):
+    """Programs that share a column: right, the same again and alone, counters back at zero; also where some of them have no
+    inputs left."""
+    x, weight = drawn(device, rows, size, dtype=dtype), drawn(device, columns, size, seed=1, dtype=dtype)
+
+    def run(count):
+        out = torch.full((count, -(-columns // 16) * 16), float("nan"), dtype=dtype, device=device)[:, :columns]
+        linear_kernel.launch(x[:count], weight, out, SPLIT)
+        return out
+
+    both = run(rows)
+    assert error(both, x.double().cpu() @ weight.double().cpu().T) <= (3e-3 if dtype == torch.bfloat16 else 1e-6)
+    for _ in range(3):
+        assert torch.equal(run(rows), both)
+    assert torch.equal(run(1), both[:1])
+    tiles = -(-columns // 32)
+    assert not _launch.counters(weight, tiles * -(-rows // 16)).any() and not _launch.counters(weight, tiles).any()
+
+
+def test_counters_are_apart():
+    first, second = torch.zeros(4), torch.zeros(4)
+    one, two = _launch.counters(first, 3), _launch.counters(second, 3)
+    assert one.data_ptr() != two.data_ptr() and _launch.counters(first, 3) is one and one.numel() == 3
+    one.fill_(1)
+    assert not two.any() and not _launch.counters(first, 4).any()
+    one.zero_()
+    assert _launch.counters(first, 2 * _launch.COUNTERS).numel() == 2 * _launch.COUNTERS
+
+
+def test_products_take_parameters_from_the_environment(device, monkeypatch):
+    monkeypatch.setenv("DSPINE_KERNELS_TRY", "linear_rows.64x128=32,64,8,3,128,2; other=1")
+    assert linear_kernel.choose(64, 128, torch.bfloat16).split == 2
+    assert linear_kernel.choose(64, 256, torch.bfloat16).split == 1 == linear_kernel.choose(64, 128, torch.float32).split
+    x, weight = drawn(device, 3, 128, dtype=torch.bfloat16), drawn(device, 64, 128, seed=1, dtype=torch.bfloat16)
+    assert error(linear_kernel.linear_rows(x, weight), x.double().cpu() @ weight.double().cpu().T) <= 3e-3
+    for value, message in (
+        ("linear_rows.64x128=32,64", "expected, got '32,64'"), ("linear_rows.64x128=32,64,4,3,0,3", "powers of two"),
+        ("linear_rows", "name=value pairs between blanks, got 'linear_rows'"),
+    ):  # fmt: skip
+        monkeypatch.setenv("DSPINE_KERNELS_TRY", value)
+        with pytest.raises(DSpineError, match=message):
+            linear_kernel.choose(64, 128, torch.bfloat16)
+    monkeypatch.setenv("DSPINE_KERNELS_TRY", "attention_ahead=yes")
+    with pytest.raises(DSpineError, match="attention_ahead must be 0 or 1, got 'yes'"):
+        _launch.variant("attention_ahead", True)
 
 
 @pytest.mark.parametrize("launch", [linear_kernel.Launch(16, 64, 2, 3, 0), linear_kernel.Launch(64, 128, 8, 4, 4096)])
