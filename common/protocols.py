@@ -347,6 +347,15 @@ class Slots(Protocol):
         """The slot is idle again, whatever it was."""
         ...
 
+    def move(self, slot: int, to: int, length: int, drafting: bool) -> tuple[Any, Any | None]:
+        """A sequence of at most `length` tokens that has begun goes on in the idle slot `to`; `slot` is idle then. Returns the
+        caches over `to`, empty ones that the caller gives their lengths."""
+        ...
+
+    def reach(self, slots: int) -> int:
+        """Slots that a round over the first `slots` costs."""
+        ...
+
     def ready(self, kind: tuple[str, Any], limits: Sequence[int], drafting: bool) -> bool:
         """Whether `launch` of the same finds what it needs; else it takes time, and every launched round must have been
         read before."""

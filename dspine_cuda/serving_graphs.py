@@ -112,6 +112,14 @@ class SlotGraphs:
         """`Slots.end`."""
         self.arena.end(slot)
 
+    def move(self, slot: int, to: int, length: int, drafting: bool) -> tuple[Any, Any | None]:
+        """`Slots.move`. The device may be a round ahead of `length`."""
+        return self.arena.move(slot, to, min(length + 2 * self.rows, self.tokens), drafting)
+
+    def reach(self, slots: int) -> int:
+        """`Slots.reach`."""
+        return next(size for size in self.sizes if size >= slots)
+
     # -- rounds ------------------------------------------------------------------------------------------------------------
 
     def ready(self, kind: tuple[str, SamplingParams], limits: Sequence[int], drafting: bool) -> bool:
@@ -185,7 +193,7 @@ class SlotGraphs:
 
     def _runner(self, kind: tuple[str, SamplingParams], reach: int) -> Runner:
         """The runner over the fewest slots that hold the first `reach`."""
-        size = next(n for n in self.sizes if n >= reach)
+        size = self.reach(reach)
         if (kind, size) not in self._runners:
             view = self._views.setdefault(size, SlotView(self.arena, size))
             rules = RoundRules(rule=kind[0], sampling=kind[1])

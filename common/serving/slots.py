@@ -60,6 +60,19 @@ class SlotLoop(DecodingLoop):
         self._slots.begin(self.slot, self.committed, self.anchor, budget, table)
         self.begun, self.settled = True, perf_counter()
 
+    def move(self, to: int) -> None:
+        """Go on in another slot, which is idle."""
+        length = self.cache.length
+        self.cache, self.draft_cache = self._slots.move(self.slot, to, length, self.draft_cache is not None)
+        self.slot = to
+        for cache in self._counted():
+            cache.length = length
+
+    def _counted(self) -> list[Any]:
+        """Everything that counts committed tokens, once each."""
+        found = (self.cache, getattr(self.cache, "kv", None), self.draft_cache)
+        return list({id(cache): cache for cache in found if cache is not None}.values())
+
     @property
     def top(self) -> int:
         """Most tokens of the next round: 1 where it does not draft. The budget may be a round old; the device has its own."""
@@ -90,9 +103,7 @@ class SlotLoop(DecodingLoop):
             raise DSpineError(
                 f"device and host disagree about a round: {len(report.tokens)} tokens and {len(result.events)}; report this"
             )
-        for cache in {
-            id(c): c for c in (self.cache, getattr(self.cache, "kv", None), self.draft_cache) if c is not None
-        }.values():
+        for cache in self._counted():
             cache.length += len(result.events)
         if self.drafter is None:
             self.draft_cache = None
@@ -104,10 +115,11 @@ class SlotLoop(DecodingLoop):
 
 @dataclass(frozen=True)
 class Flight:
-    """A round under way: its sequences, their limits, and what waits for it. chosen: no sequence of it is pinned, and some
-    could have drafted; drafted: this round drafts."""
+    """A round under way: its sequences, where they were then, their limits, and what waits for it. chosen: no sequence of it is
+    pinned, and some could have drafted."""
 
     loops: list[SlotLoop]
+    slots: list[int]
     limits: list[int]
     read: Callable[[], tuple[list[Any], float]]
     chosen: bool
@@ -215,12 +227,24 @@ class SlotRounds:
         for loop in loops:
             if not loop.begun:
                 loop.begin()
+        self._close_up()
         for kind, flights in self._flights.items():
             members = [loop for loop in loops if loop.kind == kind]
             if members:
                 self._launch(kind, members, found)
             while len(flights) > bool(members):
                 self._settle(flights.popleft(), found)
+
+    def _close_up(self) -> None:
+        """Rounds reach up to the last sequence: where fewer slots would do, it moves down, one sequence a turn."""
+        last = max(self._held, default=0)
+        loop = self._held.get(last)
+        if loop is None or not loop.begun or self.slots.reach(last + 1) == self.slots.reach(len(self._held)):
+            return
+        to = heapq.heapreplace(self._free, last)
+        del self._held[last]
+        loop.move(to)
+        self._held[to] = loop
 
     def _launch(self, kind: Kind, loops: list[SlotLoop], found: list[tuple[SlotLoop, Round | DSpineError]]) -> None:
         pinned, tops = [loop.pinned for loop in loops], [loop.top for loop in loops]
@@ -240,7 +264,9 @@ class SlotRounds:
         for loop in loops:
             loop.launched += 1
         read = self.slots.launch(kind, limits, drafting)
-        self._flights[kind].append(Flight(list(loops), lengths, read, drafting and not any(pinned)))
+        self._flights[kind].append(
+            Flight(list(loops), [loop.slot for loop in loops], lengths, read, drafting and not any(pinned))
+        )
 
     def _drain(self, kind: Kind, found: list[tuple[SlotLoop, Round | DSpineError]] | None = None) -> None:
         """Read every round of this kind that is under way."""
@@ -250,11 +276,11 @@ class SlotRounds:
     def _settle(self, flight: Flight, found: list[tuple[SlotLoop, Round | DSpineError]]) -> None:
         reports, seconds = flight.read()
         tokens = 0
-        for loop, limit in zip(flight.loops, flight.limits, strict=True):
+        for loop, slot, limit in zip(flight.loops, flight.slots, flight.limits, strict=True):
             if loop.finish_reason is not None or not self.holds(loop):
                 continue  # it ended, or left, while the round was under way
             try:
-                result = loop.take(reports[loop.slot], limit)
+                result = loop.take(reports[slot], limit)
             except DSpineError as error:
                 loop.finish_reason = "error"
                 found.append((loop, error))

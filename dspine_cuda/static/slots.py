@@ -54,11 +54,28 @@ class SlotArena(Arena):
     def caches(self, slot: int, drafting: bool) -> tuple[Any, Any | None]:
         """Empty eager caches (the target's, the drafter's) over a slot that is idle. States start at zero; K/V rows of
         the last sequence stay until they are written over, no length reaches them."""
-        cache = self.cache.part(slot, 1)
-        if isinstance(cache, HybridCache):
-            cache.states.zero_()
-            cache.windows.zero_()
-        return cache, self.draft_cache.part(slot, 1) if drafting and self.draft_cache is not None else None
+        if isinstance(self.cache, HybridCache):
+            self.cache.states[:, slot].zero_()
+            self.cache.windows[:, slot].zero_()
+        return self._views(slot, drafting)
+
+    def _views(self, slot: int, drafting: bool) -> tuple[Any, Any | None]:
+        return self.cache.part(slot, 1), self.draft_cache.part(slot, 1) if drafting and self.draft_cache is not None else None
+
+    @torch.inference_mode()
+    def move(self, slot: int, to: int, length: int, drafting: bool) -> tuple[Any, Any | None]:
+        """Everything of a sequence of at most `length` tokens, into a slot that is idle; views of that slot."""
+        stores = [self.kv.store] if self.draft_cache is None else [self.kv.store, self.draft_cache._store]
+        for store in stores:
+            store[:, :, to, :, :length].copy_(store[:, :, slot, :, :length])
+        by_layer = [] if self.pending is None else [*(getattr(self.pending, name) for name in ("z", "k", "g"))]
+        by_layer += [self.cache.states, self.cache.windows] if isinstance(self.cache, HybridCache) else []
+        for kept in by_layer:
+            kept[:, to].copy_(kept[:, slot])
+        for name in (*_COUNTS, "pending_m", "uniforms"):
+            getattr(self, name)[to].copy_(getattr(self, name)[slot])
+        self.end(slot)
+        return self._views(to, drafting)
 
     @torch.inference_mode()
     def begin(self, slot: int, length: int, anchor: int, remaining: int, uniforms: Any | None) -> None:

@@ -52,6 +52,13 @@ def rounds_of(pair, make_runner, count=SLOTS):
     """Slots whose lengths do not follow the clock."""
     book = Book(make_runner, pair[0].device)
     slots = SlotGraphs(*pair, count, TOKENS, book.runner)
+    move = slots.move
+
+    def moved(slot, to, *rest):
+        book.table[to] = book.table[slot]
+        return move(slot, to, *rest)
+
+    slots.move = moved
     made = SlotRounds(Engine(*pair, None, "torch", "", "", None), slots, FixedCosts(COSTS, {1: 0.01, 4: 0.01}))
     made.lengths.observe_round = lambda *_: None
     return made, book

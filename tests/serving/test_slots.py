@@ -73,6 +73,30 @@ def test_answers_are_their_solo_runs(pair, solo, seed):
     assert sum(ended for *_, ended in found) >= 6 and most >= 3
 
 
+def test_sequences_move_to_low_slots(pair, solo):
+    """Two of four end; the third moves down, so that graphs over two slots reach it, and its answer stays the same. A sequence
+    that still reads its prompt does not move."""
+    rounds, book = rounds_of(pair)
+    loops = [join(rounds, book, pair, i, solo[i]) for i in (0, 1, 3, 2)]
+    for _ in range(2):
+        turn(rounds, loops)
+    for loop in loops[:2]:
+        rounds.release(loop)
+    turn(rounds, loops[2:])
+    assert [loop.slot for loop in loops[2:]] == [2, 0]
+    turn(rounds, loops[2:])
+    assert [loop.slot for loop in loops[2:]] == [1, 0] and sorted(rounds._free) == [2, 3]
+    while not all(loop.finish_reason for loop in loops[2:]):
+        turn(rounds, loops[2:])
+    assert loops[2].output == solo[3] and loops[3].output == solo[2]
+    first, last = join(rounds, book, pair, 0, solo[0]), join(rounds, book, pair, 1, solo[1])
+    reading, _ = rounds.loop(pair[1], PROMPTS[3], params_of(3), StaticPolicy(), False)
+    rounds.release(first)
+    rounds.release(last)
+    turn(rounds, [])
+    assert reading.slot == 2
+
+
 class Capturing(EagerRunner):
     """Wants every mode prepared, and prepares it as graphs are captured: by rounds in which every slot is parked."""
 
