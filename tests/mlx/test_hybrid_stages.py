@@ -113,27 +113,29 @@ def test_first_tokens_of_a_cache(target):
 # -- ties --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("experts, picks", [(EXPERTS, PICKS), (32, 5)])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_moe_ties_pick_the_lowest_ids(bits):
+def test_moe_ties_pick_the_lowest_ids(bits, experts, picks):
     """All logits equal: experts 0..k-1, in one row and in sixteen. Equal in pairs: the lower of each pair first."""
-    model, _ = hybrid_model("qwen3_5_moe", bits=bits)
+    model, _ = hybrid_model("qwen3_5_moe", bits=bits, num_experts=experts, num_experts_per_tok=picks)
     x = mx.random.normal((1, 16, 64), key=mx.random.key(0))
     block = model.model.layers[0].mlp
     parts = [name for name in ("weight", "scales", "biases") if name in block.gate]
     original = {name: block.gate[name] for name in parts}
-    for source in ([0] * EXPERTS, [3, 2, 1, 0, 3, 2, 1, 0]):
+    half = experts // 2
+    for source in ([0] * experts, [(half - 1 - e) % half for e in range(experts)]):
         for name in parts:
             block.gate[name] = original[name][mx.array(source)]
         logits = np.array(block.gate(x))[0]
         for w in range(1, 17):
             routing = route(block, x[:, :w])
-            want = np.stack([sorted(range(EXPERTS), key=lambda e, row=row: (-row[e], e))[:PICKS] for row in logits[:w]])
+            want = np.stack([sorted(range(experts), key=lambda e, row=row: (-row[e], e))[:picks] for row in logits[:w]])
             np.testing.assert_array_equal(np.array(routing.picks)[0], want)
             np.testing.assert_array_equal(np.array(routing.scores), np.array(route(block, x).scores)[:, :w])
         if source[1] == 0:
-            assert (want == np.arange(PICKS)).all()
+            assert (want == np.arange(picks)).all()
         else:
-            assert (want[:, 1] == want[:, 0] + 4).all()
+            assert (want[:, 1] == want[:, 0] + half).all()
 
 
 @pytest.mark.parametrize("kind", MOE)
