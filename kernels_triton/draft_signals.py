@@ -1,8 +1,9 @@
 """Top-K, top-1 probability and entropy of every row of logits in one pass over the vocabulary.
 
-The vocabulary is split over programs; each leaves its K largest and the sums of its part (relative to its own maximum).
-A second, small launch joins them. Ties go to the lower id: a candidate is one int64, the monotone bits of its value above
-its inverted id, so no two are equal and K rounds of `max` find them.
+The vocabulary is split over programs; each leaves the sums of its part (relative to its own maximum) and the largest entry of
+every group of 128. The K largest entries of a row lie in the K groups whose largest entries are largest: a second, small
+launch finds those, reads them again and picks. Entries are compared as int32 with the order of their values; ties go to the
+lower id.
 """
 
 from __future__ import annotations
@@ -13,57 +14,59 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common.errors import DSpineError
 from dspine.common.signals import DraftSignals
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, expect_dtype, power_of_2, programs_of
+from dspine.kernels_triton._launch import FLOATS, expect_dtype, overlaps, power_of_2, programs_of
 
 SLICE, MOST = 4096, 64  # entries of the vocabulary a program reads; largest K
-_LOWEST = tl.constexpr(-(2**63))
-_ID_MASK = tl.constexpr(0xFFFFFFFF)
+GROUP, MOST_GROUPS = 128, 8192  # entries of a group; groups of a row, at most
+_GONE = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def _keys(x, ids):
-    """float32 and int32 ids -> int64 that sorts by value, then by lower id."""
+def _ordered(x):
+    """float32 -> int32 in the same order, above `_GONE`."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (_ID_MASK - ids.to(tl.int64))
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _GONE + 1)
 
 
 @triton.jit
 def _signals_part_kernel(
-    logits, keys, sums, vocabulary, parts, K: tl.constexpr, KP: tl.constexpr, SIZE: tl.constexpr
+    logits, tops, sums, vocabulary, parts, SIZE: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    ids = part * SIZE + tl.arange(0, SIZE)
+    GROUPS: tl.constexpr = SIZE // GROUP
+    group = tl.arange(0, GROUPS)
+    ids = part * SIZE + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = ids < vocabulary
     x = tl.load(logits + row * vocabulary + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    most = tl.max(x, 0)
+    tl.store(tops + (row * parts + part) * GROUPS + group, tl.max(tl.where(inside, _ordered(x), _GONE), 1))
+    most = tl.max(tl.max(x, 1), 0)
     possible = x > float("-inf")  # a part may hold nothing else
     shifted = tl.where(possible, x - tl.where(most > float("-inf"), most, 0.0), 0.0)
     weights = tl.where(possible, tl.exp(shifted), 0.0)
     place = sums + (row * parts + part) * 3
     tl.store(place, most)
-    tl.store(place + 1, tl.sum(weights, 0))
-    tl.store(place + 2, tl.sum(weights * shifted, 0))
-    left = tl.where(inside, _keys(x, ids), _LOWEST)
-    best = tl.full([KP], _LOWEST, dtype=tl.int64)
-    slot = tl.arange(0, KP)
-    for i in tl.static_range(K):
-        top = tl.max(left, 0)
-        best = tl.where(slot == i, top, best)
-        left = tl.where(left == top, _LOWEST, left)
-    tl.store(keys + (row * parts + part) * KP + slot, best)
+    tl.store(place + 1, tl.sum(tl.sum(weights, 1), 0))
+    tl.store(place + 2, tl.sum(tl.sum(weights * shifted, 1), 0))
 
 
 @triton.jit
 def _signals_join_kernel(
-    keys, sums, values, ids, confidence, entropy, parts,
-    K: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr,
+    logits, tops, sums, values, ids, confidence, entropy, vocabulary, parts, groups,
+    K: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """One row. groups: of a row; GROUPS: the power of two above."""
     row = tl.program_id(0).to(tl.int64)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     part = tl.arange(0, PARTS)
     inside = part < parts
     place = sums + (row * parts + part) * 3
@@ -77,18 +80,28 @@ def _signals_join_kernel(
     moment = tl.sum(scale * (tl.load(place + 2, mask=inside, other=0.0) + shift * part_total), 0)
     tl.store(confidence + row, 1.0 / total)
     tl.store(entropy + row, tl.log(total) - moment / total)
-    entry = tl.arange(0, PARTS * KP)
-    left = tl.load(keys + row * parts * KP + entry, mask=entry < parts * KP, other=_LOWEST)
-    best = tl.full([KP], _LOWEST, dtype=tl.int64)
-    slot = tl.arange(0, KP)
+    group, slot = tl.arange(0, GROUPS), tl.arange(0, KP)
+    top = tl.load(tops + row * groups + group, mask=group < groups, other=_GONE)
+    chosen = tl.full([KP], -1, tl.int32)
     for i in tl.static_range(K):
-        top = tl.max(left, 0)
-        best = tl.where(slot == i, top, best)
-        left = tl.where(left == top, _LOWEST, left)
-    ordered = (best >> 32).to(tl.int32)
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-    tl.store(values + row * K + slot, bits.to(tl.float32, bitcast=True), mask=slot < K)
-    tl.store(ids + row * K + slot, _ID_MASK - (best & _ID_MASK), mask=slot < K)
+        best = tl.max(top, 0)
+        first = tl.min(tl.where(top == best, group, GROUPS), 0)
+        chosen = tl.where((slot == i) & (best > _GONE), first, chosen)
+        top = tl.where(group == first, _GONE, top)
+    entry = tl.arange(0, KP * GROUP)
+    owner = tl.reshape(tl.broadcast_to(chosen[:, None], [KP, GROUP]), [KP * GROUP])
+    token = owner * GROUP + entry % GROUP
+    known = (owner >= 0) & (token < vocabulary)
+    left = tl.where(known, _ordered(tl.load(logits + row * vocabulary + token, mask=known, other=0.0).to(tl.float32)), _GONE)
+    picked, bits = tl.zeros([KP], tl.int32), tl.zeros([KP], tl.int32)
+    for i in tl.static_range(K):
+        best = tl.max(left, 0)
+        first = tl.min(tl.where(left == best, token, 0x7FFFFFFF), 0)
+        picked, bits = tl.where(slot == i, first, picked), tl.where(slot == i, best, bits)
+        left = tl.where(token == first, _GONE, left)
+    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    tl.store(values + row * K + slot, value, mask=slot < K)
+    tl.store(ids + row * K + slot, picked.to(tl.int64), mask=slot < K)
 
 
 def supports(logits: Tensor, k: int) -> bool:
@@ -104,19 +117,23 @@ def draft_signals(logits: Tensor, k: int) -> DraftSignals:
         raise DSpineError(f"{where}: k must be 1..{min(vocabulary, MOST)} (vocabulary {vocabulary}), got {k}")
     expect_dtype(where, "logits", logits, *FLOATS)
     shape, rows, device = logits.shape[:-1], math.prod(logits.shape[:-1]), logits.device
-    size = min(programs_of(vocabulary, SLICE), power_of_2(vocabulary))
-    parts, padded = triton.cdiv(vocabulary, size), power_of_2(k)
-    keys = torch.empty((rows, parts, padded), dtype=torch.int64, device=device)
+    size = min(programs_of(vocabulary, SLICE), power_of_2(vocabulary, GROUP))
+    each = max(GROUP, power_of_2(triton.cdiv(vocabulary, MOST_GROUPS)))
+    size, parts, padded = max(size, each), triton.cdiv(vocabulary, max(size, each)), power_of_2(k)
+    groups = parts * (size // each)
+    tops = torch.empty((rows, groups), dtype=torch.int32, device=device)
     sums = torch.empty((rows, parts, 3), dtype=torch.float32, device=device)
     values = torch.empty((rows, k), dtype=torch.float32, device=device)
     ids = torch.empty((rows, k), dtype=torch.int64, device=device)
     confidence, entropy = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     if rows:
-        flat = logits.reshape(rows, vocabulary).contiguous()
-        _signals_part_kernel[(parts, rows)](flat, keys, sums, vocabulary, parts, K=k, KP=padded, SIZE=size, num_warps=4)
+        flat, overlap = logits.reshape(rows, vocabulary).contiguous(), overlaps(logits)
+        early = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+        _signals_part_kernel[(parts, rows)](flat, tops, sums, vocabulary, parts, SIZE=size, GROUP=each, num_warps=4, **early)
         _signals_join_kernel[(rows,)](
-            keys, sums, values, ids, confidence, entropy, parts, K=k, KP=padded, PARTS=power_of_2(parts), num_warps=4
-        )
+            flat, tops, sums, values, ids, confidence, entropy, vocabulary, parts, groups, K=k, KP=padded,
+            PARTS=power_of_2(parts), GROUPS=power_of_2(groups), GROUP=each, num_warps=4, **early,
+        )  # fmt: skip
     return DraftSignals(values.view(*shape, k), ids.view(*shape, k), confidence.view(shape), entropy.view(shape))
 
 
