@@ -8,22 +8,50 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, expect_shape, multiply, narrow, sigmoid
+from dspine.kernels_triton._launch import (
+    FLOATS,
+    contiguous,
+    expect_dtype,
+    expect_shape,
+    fetch,
+    multiply,
+    narrow,
+    overlaps,
+    power_of_2,
+    sigmoid,
+)
 
 ROWS, COLUMNS, STEP, WARPS = 16, 16, 128, 2
+
+
+@triton.jit
+def fetch_three(one, two, three, column, size, rank, FETCH: tl.constexpr):
+    """Ask the cache for rows `column` of three matrices [size, rank]; FETCH: the power of two above rank, at least 64."""
+    line = tl.minimum(tl.arange(0, FETCH // 64) * 64, rank - 1)
+    at = tl.minimum(column, size - 1).to(tl.int64)[:, None] * rank + line[None, :]
+    fetch(one + at)
+    fetch(two + at)
+    fetch(three + at)
 
 
 @triton.jit
 def _injection_gate_kernel(
     receiver, predecessor, of_receiver, of_predecessor, message, bias, out, rows, size, rank,
     REPEAT: tl.constexpr, BN: tl.constexpr, BA: tl.constexpr, RANK_PAD: tl.constexpr, BR: tl.constexpr,
+    FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.program_id(0) * BA + tl.arange(0, BA)
+    if OVERLAP:
+        gdc_launch_dependents()
+        if tl.program_id(1) == 0:
+            fetch_three(of_receiver, of_predecessor, message, column, size, rank, FETCH)
+        gdc_wait()
     gate = tl.zeros([BN, BA], dtype=tl.float32)
     sent = tl.zeros([BN, BA], dtype=tl.float32)
     for start in range(0, RANK_PAD, BR):
@@ -55,13 +83,17 @@ def _shared(receiver: Tensor, predecessor: Tensor) -> bool:
     return ranks and receiver.shape[-2] == 1 and receiver.shape[:-2] == predecessor.shape[:-2]
 
 
-def launch(receiver: Tensor, predecessor: Tensor, weights: InjectionWeights, out: Tensor, repeat: int = 1) -> None:
-    """receiver [N / repeat, r], predecessor [N, r] -> out [N, a]; all contiguous, none checked."""
+def launch(
+    receiver: Tensor, predecessor: Tensor, weights: InjectionWeights, out: Tensor, repeat: int = 1, overlap: bool = False
+) -> None:
+    """receiver [N / repeat, r], predecessor [N, r] -> out [N, a]; all contiguous, none checked. `overlap`: weights may be asked
+    for before the launch in front has ended."""
     rows, rank = predecessor.shape
     size = weights.message.shape[0]
     _injection_gate_kernel[(triton.cdiv(size, COLUMNS), triton.cdiv(rows, ROWS))](
         receiver, predecessor, weights.receiver_gate, weights.predecessor_gate, weights.message, weights.bias, out,
-        rows, size, rank, REPEAT=repeat, BN=ROWS, BA=COLUMNS, RANK_PAD=triton.cdiv(rank, STEP) * STEP, BR=STEP, num_warps=WARPS,
+        rows, size, rank, REPEAT=repeat, BN=ROWS, BA=COLUMNS, RANK_PAD=triton.cdiv(rank, STEP) * STEP, BR=STEP,
+        FETCH=power_of_2(rank, 64), OVERLAP=overlap, num_warps=WARPS, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 
@@ -92,7 +124,7 @@ def injection_gate(receiver: Tensor, predecessor: Tensor, weights: InjectionWeig
     out = torch.empty((*predecessor.shape[:-1], size), dtype=receiver.dtype, device=receiver.device)
     if rows:
         flat = (receiver.reshape(-1, rank).contiguous(), predecessor.reshape(rows, rank).contiguous())
-        launch(*flat, weights, out.view(rows, size), repeat)
+        launch(*flat, weights, out.view(rows, size), repeat, overlaps(receiver))
     return out
 
 

@@ -15,20 +15,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dspine.common import injection
 from dspine.common.injection import InjectionWeights
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, expect_dtype, multiply, narrow, overlaps, sigmoid
-from dspine.kernels_triton.injection_gate import COLUMNS, ROWS, STEP, WARPS, check_weights
+from dspine.kernels_triton._launch import FLOATS, expect_dtype, multiply, narrow, overlaps, power_of_2, sigmoid
+from dspine.kernels_triton.injection_gate import COLUMNS, ROWS, STEP, WARPS, check_weights, fetch_three
 
 
 @triton.jit
 def _injection_messages_kernel(
     raw, codes, of_receiver, of_predecessor, message, bias, out, total, size, rank, root,
-    R: tl.constexpr, BN: tl.constexpr, BA: tl.constexpr, RANK_PAD: tl.constexpr, BR: tl.constexpr, OVERLAP: tl.constexpr,
+    R: tl.constexpr, BN: tl.constexpr, BA: tl.constexpr, RANK_PAD: tl.constexpr, BR: tl.constexpr, FETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.program_id(0) * BA + tl.arange(0, BA)
     place = row % R  # 0: the anchor, 1: hears the anchor's code
     if OVERLAP:
         gdc_launch_dependents()
+        if tl.program_id(1) == 0:
+            fetch_three(of_receiver, of_predecessor, message, column, size, rank, FETCH)
         gdc_wait()
     hearing = tl.zeros([BN, BA], tl.float32)
     sending = tl.zeros([BN, BA], tl.float32)
@@ -80,7 +83,7 @@ def injection_messages(raw: Tensor, anchor_code: Tensor, weights: InjectionWeigh
         _injection_messages_kernel[(triton.cdiv(size, COLUMNS), triton.cdiv(total, ROWS))](
             raw.contiguous(), anchor_code.contiguous(), weights.receiver_gate, weights.predecessor_gate, weights.message,
             weights.bias, out, total, size, rank, rank**0.5, R=rows, BN=ROWS, BA=COLUMNS,
-            RANK_PAD=triton.cdiv(rank, STEP) * STEP, BR=STEP, OVERLAP=overlap, num_warps=WARPS,
+            RANK_PAD=triton.cdiv(rank, STEP) * STEP, BR=STEP, FETCH=power_of_2(rank, 64), OVERLAP=overlap, num_warps=WARPS,
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return out

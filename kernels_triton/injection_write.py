@@ -17,22 +17,36 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, expect_shape, multiply, narrow, overlaps, power_of_2
+from dspine.kernels_triton._launch import (
+    FLOATS,
+    contiguous,
+    expect_dtype,
+    expect_shape,
+    fetch,
+    multiply,
+    narrow,
+    overlaps,
+    power_of_2,
+)
 
 ROWS, COLUMNS, STEP = 16, 32, 128
+MOST_FETCHED = 1024  # inputs of a column
 
 
 @triton.jit
 def _product_kernel(
     x, weight, out, rows, columns, size,
-    BN: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr, OVERLAP: tl.constexpr,
+    BN: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[n, h] = sum_a x[n, a] weight[h, a], float32."""
-    if OVERLAP:
-        gdc_wait()  # first: what the next launch reads early was then written before the launch in front of this one ended
-        gdc_launch_dependents()
+    """out[n, h] = sum_a x[n, a] weight[h, a], float32. FETCH: inputs of each column that are asked for before the wait."""
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     column = tl.program_id(0) * BH + tl.arange(0, BH)
+    if OVERLAP:
+        if tl.program_id(1) == 0:
+            line = tl.minimum(tl.arange(0, FETCH // 64) * 64, size - 1)
+            fetch(weight + tl.minimum(column, columns - 1).to(tl.int64)[:, None] * size + line[None, :])
+        gdc_wait()  # first: what the next launch reads early was then written before the launch in front of this one ended
+        gdc_launch_dependents()
     total = tl.zeros([BN, BH], dtype=tl.float32)
     for start in range(0, SIZE_PAD, BA):
         lane = start + tl.arange(0, BA)
@@ -73,7 +87,8 @@ def product(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> No
     columns = weight.shape[0]
     _product_kernel[(triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS))](
         x, weight, out, rows, columns, size, BN=ROWS, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP,
-        OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
+        FETCH=power_of_2(min(size, MOST_FETCHED), 64), OVERLAP=overlap, num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 

@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import expect_dtype, expect_shape, power_of_2
+from dspine.kernels_triton._launch import expect_dtype, expect_shape, overlaps, power_of_2
 
 
 @triton.jit
@@ -54,7 +55,11 @@ def _softmax(x):
 def _walk_kernel(
     scores, candidates, uniforms, tokens, q, temperature,
     M: tl.constexpr, K: tl.constexpr, MP: tl.constexpr, KP: tl.constexpr, SAMPLED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     batch = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, MP * KP)
     position, predecessor = entry // KP, entry % KP
@@ -99,10 +104,11 @@ def _walk(where: str, scores: Tensor, candidates: Tensor, uniforms: Tensor | Non
     q = torch.empty(candidates.shape if uniforms is not None else (0,), dtype=torch.float32, device=scores.device)
     batch = math.prod(shape[:-1])
     if batch and count:
-        flat = scores.contiguous()
+        flat, overlap = scores.contiguous(), overlaps(scores)
         _walk_kernel[(batch,)](
             flat, candidates.contiguous(), flat if uniforms is None else uniforms.contiguous(), tokens, q, temperature,
-            M=count, K=size, MP=power_of_2(count), KP=power_of_2(size), SAMPLED=uniforms is not None, num_warps=4,
+            M=count, K=size, MP=power_of_2(count), KP=power_of_2(size), SAMPLED=uniforms is not None,
+            OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return tokens, q
 

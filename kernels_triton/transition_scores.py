@@ -3,6 +3,8 @@ norm, and the K candidates' rows of the LM head only.
 
 The norm divides by a number of the whole row, so it can come last: the hidden size is split over programs, each leaves its
 part of (w o h) E^T and of sum h^2, and a last small launch adds and divides. h is never rounded nor written out.
+
+Every launch may start under the one in front of it; those with weights ask the cache for them before they wait.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common.injection import InjectionWeights
 from dspine.kernels_triton import _launch, injection_gate
@@ -21,9 +24,11 @@ from dspine.kernels_triton._launch import (
     contiguous,
     expect_dtype,
     expect_shape,
+    fetch,
     multiply,
     multiply_wide,
     narrow,
+    overlaps,
     power_of_2,
 )  # fmt: skip
 from dspine.kernels_triton.injection_write import product, readable_norm
@@ -32,8 +37,13 @@ COLUMNS, STEP = 128, 64
 
 
 @triton.jit
-def _readout_kernel(raw, hidden, z, rms, rank, columns, scale, BR: tl.constexpr, BH: tl.constexpr):
+def _readout_kernel(
+    raw, hidden, z, rms, rank, columns, scale, BR: tl.constexpr, BH: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """z = sqrt(r) normalize(raw) and RMS(u) of one row."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BR)
     x = tl.load(raw + row * rank + lane, mask=lane < rank, other=0.0)
@@ -48,12 +58,20 @@ def _readout_kernel(raw, hidden, z, rms, rank, columns, scale, BR: tl.constexpr,
 @triton.jit
 def _part_kernel(
     hidden, rms, gated, write, norm, head_rows, products, squares, columns, size, parts,
-    K: tl.constexpr, KP: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr, FETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """This part's (w o h) E^T, transposed [successor, predecessor], and sum h^2 of every predecessor."""
+    """This part's (w o h) E^T, transposed [successor, predecessor], and sum h^2 of every predecessor. FETCH: the power of two
+    above `size`."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     candidate = tl.arange(0, KP)
     column = part * BH + tl.arange(0, BH)
+    if OVERLAP:
+        gdc_launch_dependents()
+        if tl.program_id(1) == 0:
+            line = tl.minimum(tl.arange(0, FETCH // 64) * 64, size - 1)
+            fetch(write + tl.minimum(column, columns - 1).to(tl.int64)[:, None] * size + line[None, :])
+        gdc_wait()
     message = tl.zeros([KP, BH], dtype=tl.float32)
     for start in range(0, SIZE_PAD, BA):
         lane = start + tl.arange(0, BA)
@@ -74,7 +92,13 @@ def _part_kernel(
 
 
 @triton.jit
-def _join_kernel(products, squares, scores, columns, eps, parts, K: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr):
+def _join_kernel(
+    products, squares, scores, columns, eps, parts, K: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, successor = tl.program_id(1).to(tl.int64), tl.program_id(0)
     part, predecessor = tl.arange(0, PARTS)[:, None], tl.arange(0, KP)[None, :]
     inside = part < parts
@@ -127,20 +151,24 @@ def transition_scores(
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     raw, z, rms = floats(rows, rank), torch.empty((rows, rank), dtype=u.dtype, device=device), floats(rows)
-    product(u, weights.readout, raw)
-    _readout_kernel[(rows,)](raw, u, z, rms, rank, columns, rank**0.5, BR=power_of_2(rank), BH=power_of_2(columns), num_warps=8)
+    overlap = overlaps(u)
+    early = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+    product(u, weights.readout, raw, overlap)
+    _readout_kernel[(rows,)](
+        raw, u, z, rms, rank, columns, rank**0.5, BR=power_of_2(rank), BH=power_of_2(columns), num_warps=8, **early
+    )
     gated = torch.empty((rows * k, size), dtype=u.dtype, device=device)
     codes = predecessor_codes.reshape(rows * k, rank).to(u.dtype).contiguous()
-    injection_gate.launch(z, codes, weights, gated, repeat=k)
+    injection_gate.launch(z, codes, weights, gated, repeat=k, overlap=overlap)
     parts, padded = triton.cdiv(columns, COLUMNS), power_of_2(k, 16)
     products, squares = floats(rows, parts, padded, padded), floats(rows, parts, padded)
     _part_kernel[(parts, rows)](
         u, rms, gated, weights.write, norm.weight.detach().contiguous(), candidate_rows.reshape(rows * k, columns).contiguous(),
-        products, squares, columns, size, parts,
-        K=k, KP=padded, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP, num_warps=4,
+        products, squares, columns, size, parts, K=k, KP=padded, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP,
+        FETCH=power_of_2(size, 64), num_warps=4, **early,
     )  # fmt: skip
     _join_kernel[(k, rows)](
-        products, squares, scores, columns, norm.eps, parts, K=k, KP=padded, PARTS=power_of_2(parts), num_warps=1
+        products, squares, scores, columns, norm.eps, parts, K=k, KP=padded, PARTS=power_of_2(parts), num_warps=1, **early
     )
     return scores
 
