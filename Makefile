@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(C
 DEMO_EXTRAS := $(if $(filter Darwin,$(shell uname -s)),mlx,train)
 TEST_EXTRAS := mlx,train,server,dev
 
-.PHONY: demo test lint format test-gpu clean
+.PHONY: demo test lint format test-gpu test-sanitizer clean
 
 demo: $(VENV)/.demo
 	$(BIN)/dspine prepare
@@ -37,6 +37,12 @@ format: $(VENV)/.test
 # On the GPU machine: its own Python with torch, Triton and pytest; the project is found through the source tree.
 test-gpu:
 	$(GPU_PYTHON) -m pytest -m gpu -W default  # its versions are not ours: their warnings are shown, not errors
+
+# One round under compute-sanitizer, in about a minute; what is slow under it (compiling) runs before.
+test-sanitizer:
+	rm -rf build/sanitizer && mkdir -p build/sanitizer
+	$(GPU_PYTHON) -m tests.gpu.sanitized_round make build/sanitizer
+	compute-sanitizer --tool memcheck --kernel-regex kns=_kernel --error-exitcode 9 $(GPU_PYTHON) -m tests.gpu.sanitized_round run build/sanitizer
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
