@@ -45,9 +45,10 @@ from dspine.common.decoding import DecodingLoop, DecodingParams
 from dspine.common.errors import DSpineError
 from dspine.common.models import resolve_draft, resolve_model
 from dspine.common.protocols import DraftRequest
+from dspine.common.registry import register_kernel
 from dspine.common.selection.policies import StaticPolicy
 from dspine.common.tokenizer import encode_prompt, load_tokenizer
-from dspine_mlx import fused
+from dspine_mlx import fused, lean_gdn
 from dspine_mlx.arrays import device_name
 from dspine_mlx.drafter import MlxDrafter, load_drafter
 from dspine_mlx.targets import wrap_model
@@ -168,7 +169,9 @@ def use_compiled(pair: Pair, on: bool) -> None:
     if device_name() != "cuda":
         return
     pair.drafter.parts.active = on
-    os.environ["DSPINE_KERNELS_OFF"] = "" if on else ",".join(function.__name__ for function, _ in fused.OPERATIONS)
+    for function, supports in fused.OPERATIONS if on else lean_gdn.KERNELS:
+        names = {"namespace": "mlx", "device": "cuda", "name": "mlx-compiled" if on else "mlx-lean"}
+        register_kernel(function.__name__, function=function, supports=supports, **names)
 
 
 def prompt_ids(pair: Pair, text: str) -> list[int]:

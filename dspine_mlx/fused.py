@@ -1,7 +1,7 @@
 """The core's Gated DeltaNet operations of a block under `mx.compile`: chains of elementwise steps become one kernel each.
 
-For CUDA, where MLX has no Metal kernels to run and each step of the core's own code would be a launch. What is computed, and
-the checks of shapes, are the core's: the compiled functions are traced from its code, once for each length and thread.
+For CUDA, where MLX has no Metal kernels to run and each step of the core's own code would be a launch. The compiled functions
+are traced from that code, or from `lean_gdn` where that has the call, once for each length and thread.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from dspine.common import gdn as core
 from dspine.common.gdn import MAX_TOKENS, GdnFactors, GdnInputWeights, GdnLayout, GdnTokens
+from dspine_mlx import lean_gdn
 
 Arrays = tuple[mx.array, ...]
 
@@ -21,14 +22,11 @@ Arrays = tuple[mx.array, ...]
 def gdn_inputs(
     projected: mx.array, window: mx.array, a: mx.array, b: mx.array, weights: GdnInputWeights, layout: GdnLayout
 ) -> GdnTokens:
-    """`common.gdn.gdn_inputs`."""
+    """`common.gdn.gdn_inputs`; prompts, which have any length, run as they are."""
+    if projected.shape[1] > MAX_TOKENS:
+        return lean_gdn.gdn_inputs(projected, window, a, b, weights, layout)
     bias = () if weights.conv_bias is None else (weights.conv_bias,)
     return GdnTokens(*_inputs(layout)(projected, window, a, b, weights.conv, weights.decay_log, weights.dt_bias, *bias))
-
-
-def is_block(projected: mx.array, *rest: Any) -> bool:
-    """Whether these are the inputs of a block: prompts have any length, and each would be traced."""
-    return projected.shape[1] <= MAX_TOKENS
 
 
 def gdn_verify(
@@ -54,7 +52,7 @@ def _inputs(layout: GdnLayout) -> Callable[..., Arrays]:
         *bias: mx.array,
     ) -> Arrays:  # fmt: skip
         weights = GdnInputWeights(conv, decay_log, dt_bias, bias[0] if bias else None)
-        tokens = core.gdn_inputs.reference(projected, window, a, b, weights, layout)
+        tokens = lean_gdn.gdn_inputs(projected, window, a, b, weights, layout)
         return tokens.q, tokens.k, tokens.v, tokens.log_decay, tokens.beta
 
     return mx.compile(run)
@@ -63,7 +61,8 @@ def _inputs(layout: GdnLayout) -> Callable[..., Arrays]:
 @cache
 def _verify() -> Callable[..., Arrays]:
     def run(*inputs: mx.array) -> Arrays:
-        out, factors = core.gdn_verify.reference(*inputs)
+        verify = lean_gdn.gdn_verify if lean_gdn.one_token(*inputs) else core.gdn_verify.reference
+        out, factors = verify(*inputs)
         return out, factors.z, factors.g
 
     return mx.compile(run)
@@ -74,13 +73,15 @@ def _commit() -> Callable[..., Arrays]:
     def run(
         states: mx.array, z: mx.array, k: mx.array, g: mx.array, windows: mx.array, inputs: mx.array, m: mx.array
     ) -> Arrays:
-        return core.gdn_commit.reference(states, GdnFactors(z, k, g), windows, inputs, m)
+        block = states, GdnFactors(z, k, g), windows, inputs, m
+        commit = lean_gdn.gdn_commit if lean_gdn.one_token_each(*block) else core.gdn_commit.reference
+        return commit(*block)
 
     return mx.compile(run)
 
 
 OPERATIONS: tuple[tuple[Callable[..., Any], Callable[..., bool] | None], ...] = (
-    (gdn_inputs, is_block),
+    (gdn_inputs, lean_gdn.inputs_fit),
     (gdn_verify, None),
     (gdn_commit, None),
 )

@@ -23,7 +23,7 @@ from dspine.kernels_metal import (
     select_length,
     transition_scores,
 )
-from dspine_mlx import fused
+from dspine_mlx import fused, lean_gdn
 from dspine_mlx.arrays import device_name
 
 METAL = (
@@ -92,8 +92,9 @@ def register() -> None:
         for operation, function in own:
             names = {"namespace": "mlx", "device": device, "name": "mlx-library"}
             register_kernel(operation, function=function, supports=supports, **names)
-    for function, supports in fused.OPERATIONS:
-        names = {"namespace": "mlx", "device": "cuda", "name": "mlx-compiled"}
-        register_kernel(function.__name__, function=function, supports=supports, **names)
+    for device, name, functions in (("cpu", "mlx-lean", lean_gdn.KERNELS), ("cuda", "mlx-compiled", fused.OPERATIONS)):
+        for function, supports in functions:
+            names = {"namespace": "mlx", "device": device, "name": name}
+            register_kernel(function.__name__, function=function, supports=supports, **names)
     for kernel in METAL:  # for device `metal` only: elsewhere MLX runs the core's own code
         kernel.register()

@@ -146,7 +146,7 @@ class HybridTarget(PlainTarget):
         pending = cache.pending
         cache.keep(m)
         traces: list[BlockTrace] = verification.factors
-        if not traces:
+        if not traces or m == 0:  # nothing to move: a block that was begun early and is dropped
             return
         if traces[0].inputs.shape[1] != pending:
             raise DSpineError(f"commit: factors of {traces[0].inputs.shape[1]} tokens, but {pending} are pending")

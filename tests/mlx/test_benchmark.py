@@ -4,7 +4,6 @@ stops between figures. No times are judged."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 
 import pytest
@@ -12,7 +11,8 @@ import pytest
 from benchmarks import mlx_cuda, mlx_operations
 from benchmarks.mlx_cuda import Journal, Pair
 from benchmarks.mlx_operations import ROWS
-from dspine.common.registry import kernels_off
+from dspine.common.registry import registered_kernel
+from dspine_mlx import ops
 from dspine_mlx.arrays import device_name
 from dspine_mlx.drafter import load_drafter
 from tests.mlx.hybrids import hybrid_target
@@ -127,15 +127,16 @@ def test_what_mlx_refuses_does_not_end_the_run(tmp_path, capsys):
 
 
 def test_our_parts_are_uncompiled_on_cuda_only(pair, monkeypatch):
-    monkeypatch.setenv("DSPINE_KERNELS_OFF", "")
-    mlx_cuda.use_compiled(pair, True)
-    assert not pair.drafter.parts.active, "as the runtime has it on the CPU"
-    monkeypatch.setattr(mlx_cuda, "device_name", lambda: "cuda")
-    mlx_cuda.use_compiled(pair, True)
-    assert pair.drafter.parts.active and not kernels_off()
-    mlx_cuda.use_compiled(pair, False)
-    assert not pair.drafter.parts.active and kernels_off() == {"gdn_inputs", "gdn_verify", "gdn_commit"}
-    assert os.environ["DSPINE_KERNELS_OFF"].count(",") == 2
+    kernel = lambda: registered_kernel("gdn_verify", "mlx", "cuda").name  # noqa: E731
+    try:
+        mlx_cuda.use_compiled(pair, False)
+        assert kernel() == "mlx-compiled", "elsewhere nothing changes"
+        monkeypatch.setattr(mlx_cuda, "device_name", lambda: "cuda")
+        for on, name in ((True, "mlx-compiled"), (False, "mlx-lean")):
+            mlx_cuda.use_compiled(pair, on)
+            assert pair.drafter.parts.active is on and kernel() == name
+    finally:
+        ops.register()
 
 
 @pytest.mark.parametrize("parts", ["texts", "texts:16", "poems:8", "products:8"])

@@ -77,6 +77,10 @@ def test_they_are_registered_for_cuda_only_and_for_blocks_only():
         for device in ("cpu", "metal"):
             other = registered_kernel(function.__name__, "mlx", device)
             assert other is None or other.function is not function
-    assert fused.is_block(*block(MAX_TOKENS, mx.float32, False)) and not fused.is_block(
-        *block(MAX_TOKENS + 1, mx.float32, False)
-    )
+
+
+def test_a_prompt_is_not_traced(monkeypatch):
+    """Prompts have any length, and each would be a trace."""
+    monkeypatch.setattr(fused, "_inputs", lambda layout: pytest.fail("traced"))
+    inputs = block(MAX_TOKENS + 1, mx.float32, False)
+    same(parts(fused.gdn_inputs(*inputs)), parts(core.gdn_inputs.reference(*inputs)), 1e-6)
