@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.decode --json decode.json
     python -m benchmarks.kernels.decode --tune --json tune.json    launch parameters of linear_rows and routed_experts
+    python -m benchmarks.kernels.decode --compare --json ab.json  split products; then layers with and without each choice
 
 Times are CUDA graph replays of a chain of calls over different memory (so no cache holds it), divided by the calls: launches
 overlap as they do in a step. `x` is the time over the bytes' time at the bandwidth measured first. Everything is compiled
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 import time
 import traceback
@@ -261,6 +264,34 @@ def layer(w: int, short: bool, way: str = "rows") -> Case:
     return Case(calls, read + 4 * 32 * 128 * 128, 4 * 32 * 128 * 128, 11)
 
 
+def dense_layer(w: int, short: bool) -> Case:
+    """A whole layer of Qwen3-8B's shape behind CONTEXT tokens, as `static.dense` runs it."""
+    heads, key_heads, size, turned = HEADS["8b"]
+    names, width = ("8b qkv", "8b o", "8b gate_up", "8b down"), MATRICES["8b o"][0]
+    tables, lengths = normal(2, CONTEXT + 64, turned), torch.full((1,), CONTEXT, dtype=torch.int32, device="cuda")
+    norm, live = SimpleNamespace(weight=normal(heads + key_heads, size), eps=1e-6), torch.full_like(lengths, w)
+    row_norm, stream = (
+        SimpleNamespace(weight=normal(width, dtype=torch.float32), eps=1e-6),
+        [normal(w, width), normal(w, width)],
+    )
+
+    def call(store: Tensor, qkv: Tensor, out: Tensor, gate_up: Tensor, down: Tensor) -> None:
+        entry, normed = stream
+        projected = linear_rows.linear_rows(normed, qkv).view(1, w, -1, size)
+        query, _, _ = attention_inputs.attention_inputs(projected, *tables, lengths, live, *store, heads, norm)
+        mixed = block_attention.block_attention(query, *store, lengths, size**-0.5).view(w, -1)
+        h, second = add_rms_norm.add_rms_norm(entry, linear_rows.linear_rows(mixed, out), row_norm)
+        inner = silu_mul.silu_mul(linear_rows.linear_rows(second, gate_up))
+        stream[:] = add_rms_norm.add_rms_norm(h, linear_rows.linear_rows(inner, down), row_norm)
+
+    calls = []
+    for _ in range(1 if short else 6):
+        matrices = [normal(*MATRICES[name], scale=MATRICES[name][1] ** -0.5) for name in names]
+        calls.append(partial(call, normal(2, 1, key_heads, CONTEXT + 64, size), *matrices))
+    cached = 4 * key_heads * (CONTEXT + w) * size
+    return Case(calls, 2 * sum(a * b for a, b in (MATRICES[name] for name in names)) + cached, 4 * w * width, 10)
+
+
 def cases() -> dict[str, Callable[[int, bool], Case]]:
     """name -> build(w, short)."""
     found: dict[str, Callable[[int, bool], Case]] = {}
@@ -273,7 +304,7 @@ def cases() -> dict[str, Callable[[int, bool], Case]]:
     for name in MATRICES:
         found[f"{name}, linear_rows"] = partial(product, name)
         found[f"{name}, vendor"] = partial(product, name, way="vendor")
-    found |= {"35b layer, linear_rows": layer, "35b layer, vendor": partial(layer, way="vendor")}
+    found |= {"8b layer": dense_layer, "35b layer, linear_rows": layer, "35b layer, vendor": partial(layer, way="vendor")}
     return found
 
 
@@ -284,6 +315,15 @@ def linear_choices() -> list[linear_rows.Launch]:
         (32, 256, 4, 4), (64, 128, 4, 4), (64, 128, 8, 4),
     )  # fmt: skip
     return [linear_rows.Launch(*shape, fetch) for shape in shapes for fetch in (0, 512, 2048)]
+
+
+def split_choices() -> list[linear_rows.Launch | None]:
+    """The parameters of now (None), and products split over programs."""
+    shapes = (
+        (32, 128, 4, 4, 2), (32, 256, 4, 3, 2), (64, 128, 4, 3, 2), (16, 256, 4, 4, 2), (16, 512, 4, 3, 2),
+        (32, 128, 4, 4, 4), (32, 256, 4, 3, 4), (64, 128, 4, 3, 4), (64, 128, 4, 4, 4), (64, 256, 8, 3, 4), (64, 128, 4, 3, 8),
+    )  # fmt: skip
+    return [None, *(linear_rows.Launch(*shape[:4], fetch, shape[4]) for shape in shapes for fetch in (0, 512))]
 
 
 def expert_choices() -> list[tuple[routed_experts.Launch, routed_experts.Launch]]:
@@ -309,10 +349,67 @@ def tuned(names: list[str]) -> list[tuple[str, int, Any]]:
     return tasks
 
 
+def split_tasks(names: list[str]) -> list[tuple[str, int, Any]]:
+    """(matrix, w, parameters) of every split; the parameters of now are a choice too."""
+
+    def of(name: str, chosen: linear_rows.Launch | None) -> linear_rows.Launch:
+        return chosen or linear_rows.choose(*MATRICES[name], torch.bfloat16)
+
+    return [(name, w, of(name, chosen)) for name in names for w in (1, 16) for chosen in split_choices()]
+
+
+def best_of(found: list[dict[str, Any]]) -> dict[str, linear_rows.Launch]:
+    """matrix -> the parameters with the least product of its times at the lengths that were tried."""
+    best: dict[str, linear_rows.Launch] = {}
+    for name in dict.fromkeys(row["op"] for row in found):
+        times: dict[linear_rows.Launch, list[float]] = {}
+        for row in found:
+            if row["op"] == name and "us" in row:
+                times.setdefault(linear_rows.Launch(**row["launch"]), []).append(row["us"])
+        most = max(map(len, times.values()), default=0)
+        whole = {chosen: math.prod(us) for chosen, us in times.items() if len(us) == most}
+        if whole:
+            best[name] = min(whole, key=whole.__getitem__)
+    return best
+
+
+def as_variant(best: dict[str, linear_rows.Launch]) -> str:
+    """`DSPINE_KERNELS_TRY` of these parameters."""
+    sizes = {name: "x".join(map(str, MATRICES[name])) for name in best}
+    return ";".join(f"linear_rows.{sizes[name]}={_brief(asdict(chosen))}" for name, chosen in best.items())
+
+
+COMPARED = ("8b qkv", "8b o", "8b down", "35b gdn in", "35b out", "35b router")  # not the ones of most programs
+LAYERS, VARIANTS = ("8b layer", "35b layer, linear_rows"), ("attention_ahead=0", "attention_ahead=1")
+
+
+def compare(names: list[str], processes: int, floors: Any) -> list[dict[str, Any]]:
+    """Split products one by one; then whole layers with each of VARIANTS and with the best products."""
+    tasks = split_tasks(names)
+    layers = [(layer, w, variant) for layer in LAYERS for w in (1, 16) for variant in VARIANTS]
+    compile_all(tasks + layers, processes)
+    found = list(rows(tasks, floors, True))
+    show_tuned(found)
+    best = best_of(found)
+    print("\nfor TUNED in kernels_triton/linear_rows.py:")
+    for name, chosen in best.items():
+        print(f"    {MATRICES[name]}: Launch({', '.join(map(str, asdict(chosen).values()))}),  # {name}")
+    tuned_way = ";".join(part for part in ("attention_ahead=1", as_variant(best)) if part)
+    print(f"\nDSPINE_KERNELS_TRY='{tuned_way}'\n", flush=True)
+    timed_layers = list(rows([*layers, *((layer, w, tuned_way) for layer in LAYERS for w in (1, 16))], floors, False))
+    for row in timed_layers:
+        way = "attention_ahead=1, best products" if row["launch"] == tuned_way else row["launch"]
+        row["op"] = f"{row['op'].split(',')[0]}, {way}"
+    show(timed_layers)
+    return found + timed_layers
+
+
 def build(task: tuple[str, int, Any], short: bool) -> Case:
-    """The case of a plain name (parameters None) or of a launch choice."""
+    """The case of a plain name (parameters None), of one with a value of DSPINE_KERNELS_TRY, or of a launch choice."""
     name, w, chosen = task
-    if chosen is None:
+    if chosen is None or isinstance(chosen, str):
+        if chosen:
+            os.environ["DSPINE_KERNELS_TRY"] = chosen
         return cases()[name](w, short)
     return mixture(w, short, chosen) if name == "experts" else product(name, w, short, chosen=chosen)
 
@@ -353,7 +450,9 @@ def rows(tasks: list[tuple[str, int, Any]], floors: Any, quick: bool) -> Iterato
         name, w, chosen = task
         row: dict[str, Any] = {"op": name, "w": w}
         if chosen is not None:
-            row["launch"] = [asdict(x) for x in chosen] if isinstance(chosen, tuple) else asdict(chosen)
+            parts = chosen if isinstance(chosen, tuple) else (chosen,)
+            made = [part if isinstance(part, str) else asdict(part) for part in parts]
+            row["launch"] = made if isinstance(chosen, tuple) else made[0]
         try:
             case = build(task, False)
             row["us"] = timed(case, quick)
@@ -369,13 +468,14 @@ def rows(tasks: list[tuple[str, int, Any]], floors: Any, quick: bool) -> Iterato
 
 def show(found: list[dict[str, Any]]) -> None:
     """One line an operation, a column a length: microseconds (times the bytes' floor)."""
-    print(f"{'us (x bytes)':<28}" + "".join(f"{'w=' + str(w):>18}" for w in LENGTHS))
+    wide = max(28, *(len(row["op"]) + 1 for row in found))
+    print(f"{'us (x bytes)':<{wide}}" + "".join(f"{'w=' + str(w):>18}" for w in LENGTHS))
     for name in dict.fromkeys(row["op"] for row in found):
         cells = []
         for w in LENGTHS:
             row = next((r for r in found if r["op"] == name and r["w"] == w), {})
             cells.append(f"{row['us']:.1f} ({row['us'] / row['floor']:.2f})" if "us" in row else row.get("failed", "-")[:16])
-        print(f"{name:<28}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+        print(f"{name:<{wide}}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
 
 
 def show_tuned(found: list[dict[str, Any]]) -> None:
@@ -391,20 +491,8 @@ def _brief(launch: Any) -> str:
     return " | ".join(",".join(str(value) for value in part.values()) for part in parts)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="try launch parameters instead of timing")
-    parser.add_argument("--matrices", help="names of MATRICES by commas, for --tune")
-    parser.add_argument("--only", help="a word that names of operations must hold")
-    parser.add_argument("--processes", type=int, default=14, help="that compile at once")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: the kernel benchmark needs a CUDA device", file=sys.stderr)
-        sys.exit(2)
-    begun = time.monotonic()
-    wanted = options.matrices.split(",") if options.matrices else [name for name in MATRICES if not name.endswith("head")]
+def plain(options: argparse.Namespace, wanted: list[str], begun: float) -> tuple[list[dict[str, Any]], Any]:
+    """(rows, floors) of every case, or of every launch choice with --tune."""
     tasks: list[tuple[str, int, Any]] = (
         tuned(wanted) if options.tune else [(name, w, None) for name in cases() for w in LENGTHS]
     )
@@ -419,6 +507,32 @@ def main() -> None:
     with torch.inference_mode():
         found = list(rows(tasks, floors, options.tune))
     (show_tuned if options.tune else show)(found)
+    return found, floors
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true", help="try launch parameters instead of timing")
+    parser.add_argument("--compare", action="store_true", help="split products, and whole layers with and without each choice")
+    parser.add_argument("--matrices", help="names of MATRICES by commas, for --tune and --compare")
+    parser.add_argument("--only", help="a word that names of operations must hold")
+    parser.add_argument("--processes", type=int, default=14, help="that compile at once")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: the kernel benchmark needs a CUDA device", file=sys.stderr)
+        sys.exit(2)
+    begun = time.monotonic()
+    wanted = [name for name in MATRICES if not name.endswith("head")] if options.tune else list(COMPARED)
+    wanted = options.matrices.split(",") if options.matrices else wanted
+    if options.compare:
+        floors = measure_floors((1,))
+        print(f"read {floors.read / 1e12:.2f} TB/s", flush=True)
+        with torch.inference_mode():
+            found = compare(wanted, options.processes, floors)
+    else:
+        found, floors = plain(options, wanted, begun)
     print(f"{time.monotonic() - begun:.0f} s in all")
     if options.json:
         report = provenance() | {

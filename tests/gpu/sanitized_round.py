@@ -1,10 +1,10 @@
 """One captured round of a tiny hybrid with experts and its drafter, for `compute-sanitizer`: no pytest, no transformers.
 
     python -m tests.gpu.sanitized_round make FOLDER     the model and the drafter; then one round, which fills Triton's cache
-    compute-sanitizer --tool memcheck --kernel-regex kns=_kernel --error-exitcode 9 python -m tests.gpu.sanitized_round run FOLDER
+    compute-sanitizer --tool memcheck --kernel-regex kns=_kernel python -m tests.gpu.sanitized_round run FOLDER
 
-The first command keeps what is slow under the sanitizer (compiling, transformers) out of the second. A round is draft, both
-stages, acceptance and commit; the replay's report is held to the same steps launched one by one. `make test-sanitizer` runs both.
+The first command keeps what is slow under the sanitizer (compiling, transformers) out of the second; `make test-sanitizer` runs
+both. A round is draft, both stages, acceptance and commit; the replay's report is held to the same steps launched one by one.
 """
 
 from __future__ import annotations
