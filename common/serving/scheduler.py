@@ -293,18 +293,19 @@ class Scheduler:
     def _in_slots(self, slots: SlotRounds, jobs: list[Job]) -> None:
         """The next round of the sequences that have a slot, and news of the one before it."""
         by_loop = {id(job.loop): job for job in jobs}
-        try:
-            results = slots.run([job.loop for job in jobs])  # type: ignore[misc]
-        except FAILURES as error:
-            for job in jobs:
-                self._fail(job, error)
-            return
-        for loop, result in results:
+
+        def tell(loop: DecodingLoop, result: Round | DSpineError) -> None:
             job = by_loop[id(loop)]
             if isinstance(result, Round):
                 self._deliver(job, result, job.way)
             else:
                 self._fail(job, result)
+
+        try:
+            slots.run([job.loop for job in jobs], tell)  # type: ignore[misc]
+        except FAILURES as error:
+            for job in [job for job in jobs if job in self._running]:
+                self._fail(job, error)
 
     def _deliver(self, job: Job, result: Round, way: str = "eager") -> None:
         assert job.loop is not None

@@ -28,6 +28,7 @@ from dspine.common.serving.shared import SharedLengths
 
 KINDS = 4  # ways of sampling that have graphs at once
 Kind = tuple[str, SamplingParams]
+Tell = Callable[["SlotLoop", Round | DSpineError], None]
 
 
 class SlotLoop(DecodingLoop):
@@ -209,31 +210,30 @@ class SlotRounds:
 
     # -- rounds ------------------------------------------------------------------------------------------------------------
 
-    def run(self, loops: Sequence[SlotLoop]) -> list[tuple[SlotLoop, Round | DSpineError]]:
-        """Start a round of these sequences (all of them that have a slot and have read their prompt) and return what came
-        back by now: for each sequence a round, an error that ends it, or nothing yet. Where it raises, none of them can go
-        on; those that come later can."""
-        found: list[tuple[SlotLoop, Round | DSpineError]] = []
+    def run(self, loops: Sequence[SlotLoop], tell: Tell) -> None:
+        """Start a round of these sequences (all of them that have a slot and have read their prompt) and tell of every round
+        that has come back: a sequence has one, none yet, or two; an error ends it. `tell` may release sequences. Where this
+        raises, none of them can go on; those that come later can."""
         try:
-            self._run(loops, found)
+            for loop in loops:
+                if not loop.begun:
+                    loop.begin()
+            self._close_up()
+            for kind, flights in self._flights.items():
+                members = [loop for loop in loops if loop.kind == kind and self._goes_on(loop)]
+                if members:
+                    self._launch(kind, members, tell)
+                while len(flights) > bool(members):
+                    self._settle(flights.popleft(), tell)
         except BaseException:
             for kind, flights in self._flights.items():
                 flights.clear()
                 self.slots.drop(kind)
             raise
-        return found
 
-    def _run(self, loops: Sequence[SlotLoop], found: list[tuple[SlotLoop, Round | DSpineError]]) -> None:
-        for loop in loops:
-            if not loop.begun:
-                loop.begin()
-        self._close_up()
-        for kind, flights in self._flights.items():
-            members = [loop for loop in loops if loop.kind == kind]
-            if members:
-                self._launch(kind, members, found)
-            while len(flights) > bool(members):
-                self._settle(flights.popleft(), found)
+    def _goes_on(self, loop: SlotLoop) -> bool:
+        """Whether it has neither ended nor left: both may happen while a round of it is under way."""
+        return loop.finish_reason is None and self.holds(loop)
 
     def _close_up(self) -> None:
         """Rounds reach up to the last sequence: where fewer slots would do, it moves down, one sequence a turn."""
@@ -246,7 +246,7 @@ class SlotRounds:
         loop.move(to)
         self._held[to] = loop
 
-    def _launch(self, kind: Kind, loops: list[SlotLoop], found: list[tuple[SlotLoop, Round | DSpineError]]) -> None:
+    def _launch(self, kind: Kind, loops: list[SlotLoop], tell: Tell) -> None:
         pinned, tops = [loop.pinned for loop in loops], [loop.top for loop in loops]
         lengths = self.lengths.choose(loops, tops, pinned)
         limits = [0] * (1 + max(loop.slot for loop in loops))
@@ -255,8 +255,8 @@ class SlotRounds:
         drafting = max(lengths) > 1 or any(loop.drafter is not None for loop in loops)
         if not self.slots.ready(kind, limits, drafting):
             for other in self._flights:  # what is made ready now finds the device at rest
-                self._drain(other, found)
-            loops = [loop for loop in loops if loop.finish_reason is None]
+                self._drain(other, tell)
+            loops = [loop for loop in loops if self._goes_on(loop)]
             if not loops:
                 return
             limits = [limit if any(loop.slot == slot for loop in loops) else 0 for slot, limit in enumerate(limits)]
@@ -268,29 +268,33 @@ class SlotRounds:
             Flight(list(loops), [loop.slot for loop in loops], lengths, read, drafting and not any(pinned))
         )
 
-    def _drain(self, kind: Kind, found: list[tuple[SlotLoop, Round | DSpineError]] | None = None) -> None:
-        """Read every round of this kind that is under way."""
+    def _drain(self, kind: Kind, tell: Tell | None = None) -> None:
+        """Read every round of this kind that is under way; without `tell` nobody is left in it."""
         while self._flights[kind]:
-            self._settle(self._flights[kind].popleft(), [] if found is None else found)
+            self._settle(self._flights[kind].popleft(), tell or _nobody)
 
-    def _settle(self, flight: Flight, found: list[tuple[SlotLoop, Round | DSpineError]]) -> None:
+    def _settle(self, flight: Flight, tell: Tell) -> None:
         reports, seconds = flight.read()
         tokens = 0
         for loop, slot, limit in zip(flight.loops, flight.slots, flight.limits, strict=True):
-            if loop.finish_reason is not None or not self.holds(loop):
-                continue  # it ended, or left, while the round was under way
+            if not self._goes_on(loop):
+                continue
             try:
                 result = loop.take(reports[slot], limit)
             except DSpineError as error:
                 loop.finish_reason = "error"
-                found.append((loop, error))
+                tell(loop, error)
                 continue
             loop.stats.verify_seconds += seconds
             self.lengths.observe(loop, len(result.drafts), result.accepted)
             tokens += len(result.events)
-            found.append((loop, result))
+            tell(loop, result)
         count, drafted = len(flight.loops), flight.drafted
         drafting = self.lengths.costs.draft_seconds(count) if drafted else 0.0
         self.lengths.costs.observe(count, sum(flight.limits), max(seconds - drafting, 1e-6), 0, 0.0)
         if flight.chosen:
             self.lengths.observe_round(count, tokens, seconds)
+
+
+def _nobody(loop: SlotLoop, _: Round | DSpineError) -> None:
+    raise DSpineError(f"a round of slot {loop.slot} came back that nobody waits for: report this")

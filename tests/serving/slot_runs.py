@@ -11,6 +11,7 @@ from dspine.common.protocols import Engine
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.policies import StaticPolicy
 from dspine.common.serving.slots import SlotRounds
+from dspine_cuda.graphs import EagerRunner
 from dspine_cuda.serving_graphs import SlotGraphs
 from tests.helpers.models import VOCAB
 from tests.serving.batches import FixedCosts
@@ -18,6 +19,28 @@ from tests.serving.batches import FixedCosts
 BLOCK, SLOTS, TOKENS, COUNT = 6, 4, 64, 18
 PROMPTS = [np.random.default_rng(i).integers(3, VOCAB, size=n).tolist() for i, n in enumerate((5, 17, 23, 9, 12, 7))]
 COSTS = {(1, 1): 1.0, (1, 6): 1.0, (4, 1): 1.0, (4, 6): 1.0}
+
+
+class Capturing(EagerRunner):
+    """Wants every mode prepared, and prepares it as graphs are captured: by rounds in which every slot is parked."""
+
+    def __init__(self, round_):
+        super().__init__(round_)
+        self.modes = set()
+
+    def has(self, mode):
+        return mode in self.modes
+
+    def prepare(self, mode):
+        assert not self._reports and mode not in self.modes
+        self.modes.add(mode)
+        for _ in range(2):
+            self.launch(mode)
+        self.drop()
+
+    def launch(self, mode):
+        assert mode in self.modes and len(self._reports) < 2
+        super().launch(mode)
 
 
 class Book:
@@ -88,11 +111,17 @@ def join(rounds, book, pair, i, text=(), params=None, drafter=True, policy=None)
 
 
 def turn(rounds, loops):
-    """One turn of the server's loop."""
-    for loop, result in rounds.run([loop for loop in loops if loop.finish_reason is None]):
+    """One turn of the server's loop: every round is told before the next one of its sequence is settled."""
+
+    def tell(loop, result):
         assert not isinstance(result, DSpineError), result
+        assert loop.output[-len(result.events) :] == [event.token for event in result.events]
+        loop.told = getattr(loop, "told", 1) + len(result.events)
+        assert loop.told == len(loop.output)
         if loop.finish_reason is not None:
             rounds.release(loop)
+
+    rounds.run([loop for loop in loops if loop.finish_reason is None], tell)
 
 
 def run_at_random(rounds, book, pair, texts, seed):

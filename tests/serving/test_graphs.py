@@ -33,6 +33,7 @@ from dspine_cuda.static.loop import GraphDecoder
 from tests.helpers.drafters import drafter_folder
 from tests.helpers.hybrids import save_hybrid
 from tests.helpers.models import VOCAB, save_tiny
+from tests.serving.slot_runs import Capturing
 from tests.serving.toys import running
 
 WORDS = " ".join(f"w{n}" for n in (5, 9, 11, 4, 21, 33, 7, 8, 60, 12, 31, 17))
@@ -53,11 +54,11 @@ def engines(request, tmp_path_factory):
     drafter_folder(root / "draft", "dspine", 6, head, model.config.num_hidden_layers, head_dim=16)
     runtime, reason = choose_runtime("torch")
 
-    def make(static):
+    def make(static, runner=EagerRunner):
         engine = load(runtime, str(root / "target"), str(root / "draft"), device="cpu", dtype="float32", backend_reason=reason)
         engine.tokenizer = load_tokenizer(root / "words")
         if static:
-            engine.rounds = GraphDecoder(engine.target, engine.drafter, make_runner=EagerRunner)
+            engine.rounds = GraphDecoder(engine.target, engine.drafter, make_runner=runner)
             engine.rounds_reason = "steps without graphs"
         return engine
 
@@ -154,7 +155,7 @@ def test_several_sequences_have_slots(engines):
     bodies |= {"again": BODIES["greedy"]}
     found = {}
     for static, concurrency in ((False, 1), (True, 4)):
-        server = serve(engines(static), concurrency)
+        server = serve(engines(static, Capturing), concurrency)
         summary = server.summary()
         assert summary["graphs"] is static and (not static or "up to 4 slots" in summary["graphs_reason"])
         with running(server) as url, ThreadPoolExecutor(len(bodies)) as pool:

@@ -32,6 +32,7 @@ from tests.serving.slot_runs import (
     COUNT,
     PROMPTS,
     TOKENS,
+    Capturing,
     alone,
     join,
     params_of,
@@ -97,28 +98,6 @@ def test_sequences_move_to_low_slots(pair, solo):
     assert reading.slot == 2
 
 
-class Capturing(EagerRunner):
-    """Wants every mode prepared, and prepares it as graphs are captured: by rounds in which every slot is parked."""
-
-    def __init__(self, round_):
-        super().__init__(round_)
-        self.modes = set()
-
-    def has(self, mode):
-        return mode in self.modes
-
-    def prepare(self, mode):
-        assert not self._reports and mode not in self.modes
-        self.modes.add(mode)
-        for _ in range(2):
-            self.launch(mode)
-        self.drop()
-
-    def launch(self, mode):
-        assert mode in self.modes and len(self._reports) < 2
-        super().launch(mode)
-
-
 def test_modes_are_captured_beside_running_sequences(pair, solo):
     found, most = run_at_random(*slot_runs.rounds_of(pair, Capturing), pair, solo, 3)
     assert most >= 3 and all(output == (solo[i] if ended else solo[i][: len(output)]) for i, output, ended in found)
@@ -160,7 +139,7 @@ def test_lengths_and_caches(pair, solo):
     accepted = {tuple(loop.stats.accepted_at) for loop in loops}
     assert all(sum(at) > 0 for at in accepted) and len(accepted) > 1
     for kind in rounds._flights:
-        rounds._drain(kind)
+        rounds._drain(kind, lambda *_: None)
     for loop in loops:
         assert loop.cache.length == loop.committed == int(rounds.slots.arena.lengths[loop.slot])
         cold, tokens = pair[0].make_cache(TOKENS), [*loop.prompt, *loop.output][: loop.committed]
