@@ -128,4 +128,6 @@ def _compare(path: Path, what: str, there: dict[str, Any], here: dict[str, Any])
     differing = [f"{key} {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
     if differing:
         listed = "; ".join(line if "weights" not in line else "other weights" for line in differing)
-        raise CheckpointError(f"{path} was made for another {what}: {listed}")
+        made = f"for another {what}" if "other weights" in listed else "with other settings"
+        again = "give the same ones, or " if made == "with other settings" else ""
+        raise CheckpointError(f"{path} was made {made}: {listed}; {again}make one with dspine cache-prompt")

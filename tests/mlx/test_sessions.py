@@ -282,7 +282,7 @@ def test_files_of_something_else_are_refused(pairs, tmp_path):
     for wrong, message in (
         (other, "another model: other weights"),
         (toy_target("llama"), "model type qwen3 there, llama here"),
-        (with_options(toy_target("qwen3"), max_kv_size=24), "max_kv_size None there, 24 here"),
+        (with_options(toy_target("qwen3"), max_kv_size=24), "made with other settings: max_kv_size None there, 24 here; give"),
     ):
         with pytest.raises(CheckpointError, match=message):
             load_prompt_cache(path, wrong, None)
