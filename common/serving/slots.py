@@ -116,19 +116,12 @@ class SlotLoop(DecodingLoop):
 
 @dataclass(frozen=True)
 class Flight:
-    """A round under way: its sequences, where they were then, their limits, and what waits for it. chosen: no sequence of it is
-    pinned, and some could have drafted."""
+    """A round under way: its sequences, where they were then, their limits, and what waits for it."""
 
     loops: list[SlotLoop]
     slots: list[int]
     limits: list[int]
     read: Callable[[], tuple[list[Any], float]]
-    chosen: bool
-
-    @property
-    def drafted(self) -> int:
-        """Sequences that drafted."""
-        return sum(limit > 1 for limit in self.limits)
 
 
 class SlotRounds:
@@ -264,9 +257,7 @@ class SlotRounds:
         for loop in loops:
             loop.launched += 1
         read = self.slots.launch(kind, limits, drafting)
-        self._flights[kind].append(
-            Flight(list(loops), [loop.slot for loop in loops], lengths, read, drafting and not any(pinned))
-        )
+        self._flights[kind].append(Flight(list(loops), [loop.slot for loop in loops], lengths, read))
 
     def _drain(self, kind: Kind, tell: Tell | None = None) -> None:
         """Read every round of this kind that is under way; without `tell` nobody is left in it."""
@@ -275,7 +266,6 @@ class SlotRounds:
 
     def _settle(self, flight: Flight, tell: Tell) -> None:
         reports, seconds = flight.read()
-        tokens = 0
         for loop, slot, limit in zip(flight.loops, flight.slots, flight.limits, strict=True):
             if not self._goes_on(loop):
                 continue
@@ -287,13 +277,10 @@ class SlotRounds:
                 continue
             loop.stats.verify_seconds += seconds
             self.lengths.observe(loop, len(result.drafts), result.accepted)
-            tokens += len(result.events)
             tell(loop, result)
-        count, drafted = len(flight.loops), flight.drafted
-        drafting = self.lengths.costs.draft_seconds(count) if drafted else 0.0
-        self.lengths.costs.observe(count, sum(flight.limits), max(seconds - drafting, 1e-6), 0, 0.0)
-        if flight.chosen:
-            self.lengths.observe_round(count, tokens, seconds)
+        count, costs = len(flight.loops), self.lengths.costs
+        drafting = costs.draft_seconds(count) if max(flight.limits) > 1 else 0.0
+        costs.observe(count, sum(flight.limits), max(seconds - drafting, 1e-6), 0, 0.0)
 
 
 def _nobody(loop: SlotLoop, _: Round | DSpineError) -> None:

@@ -83,7 +83,6 @@ def rounds_of(pair, make_runner, count=SLOTS):
 
     slots.move = moved
     made = SlotRounds(Engine(*pair, None, "torch", "", "", None), slots, FixedCosts(COSTS, {1: 0.01, 4: 0.01}))
-    made.lengths.observe_round = lambda *_: None
     return made, book
 
 
