@@ -115,7 +115,7 @@ def test_flags_that_do_not_go_together(dspine, tmp_path):
     cases = [
         (("chat", "--prompt-cache-file", file), "holds raw text"),
         (("generate", *with_file, "--compare"), "--compare reads the prompt twice"),
-        (("generate", *with_file, "--kv-bits", "8"), "was made for another model: kv_bits None there, 8 here"),
+        (("generate", *with_file, "--kv-bits", "8"), "was made with other settings: kv_bits None there, 8 here"),
         (("generate", *with_file, "--system-prompt", "x"), "another system prompt"),
         (("generate", "--prompt", "w9", "--prompt-cache-file", tmp_path / "no"), "does not exist"),
         (("generate", "--prompt", "w9", "--kv-bits", "5"), "kv_bits must be 4 or 8, got 5"),
