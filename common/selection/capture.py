@@ -216,7 +216,7 @@ def _round_times(
         params = DecodingParams(max_tokens=max_tokens, stop_ids=stop, request=request, break_even=0)
         yield from engine.rounds.time_rounds(prompt, params, schedule)
         return
-    policy = RecordingPolicy(schedule)
+    policy = RecordingPolicy(schedule, needs_signals=True)  # as every policy that will read these times
     for record in record_rounds(engine, prompt, policy, RecordingTarget(engine.target), max_tokens, request):
         if not record.cut:
             yield record.length, record.seconds

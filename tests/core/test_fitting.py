@@ -263,9 +263,13 @@ def test_cut_rounds_are_left_out(pair):
         capturing.capture(pair, [PROMPT], 3, QUIET)
 
 
-def test_lengths_are_interleaved_and_complete(pair):
+def test_lengths_are_interleaved_and_complete(pair, monkeypatch):
+    """Timed with the signals that every calibrated policy asks for: they are a part of its rounds."""
     pair.target.stages.clear()
+    requests, propose = [], pair.drafter.propose
+    monkeypatch.setattr(pair.drafter, "propose", lambda cache, anchor, r: (requests.append(r), propose(cache, anchor, r))[1])
     got = capturing.time_lengths(pair, [PROMPT], 200, 5, 0, QUIET)
+    assert requests and all(request.signals for request in requests)
     assert sorted(got) == list(range(2, M + 2)) and all(len(row) == 5 for row in got.values())
     asked = [w for u, w in pair.target.stages if u > 1][:M]
     assert sorted(asked) == list(range(2, M + 2)) and asked != sorted(asked)
