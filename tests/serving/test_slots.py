@@ -14,13 +14,14 @@ import torch
 
 from dspine.common.decoding import DecodingLoop, DecodingParams
 from dspine.common.errors import DSpineError
+from dspine.common.protocols import Engine
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.policies import StaticPolicy
-from dspine.common.serving.slots import KINDS
+from dspine.common.serving.slots import KINDS, SlotRounds
 from dspine_cuda.drafter import load_drafter
 from dspine_cuda.graphs import EagerRunner
 from dspine_cuda.runtime import RUNTIME
-from dspine_cuda.serving_graphs import SMALLEST, experts_refusal, slot_tokens
+from dspine_cuda.serving_graphs import SMALLEST, SlotGraphs, experts_refusal, slot_tokens
 from dspine_cuda.targets.hybrid import HybridTarget
 from dspine_cuda.targets.moe import SparseMlp
 from tests.helpers.drafters import drafter_folder
@@ -273,3 +274,17 @@ def test_experts_that_would_read_the_host_are_refused():
     target.device, target.layers = torch.device("cuda"), [SimpleNamespace(mlp=mlp)]
     assert experts_refusal(target, 511) is None
     assert "512 rows" in experts_refusal(target, 512)
+
+
+def test_without_a_drafter(pair, solo):
+    """Three slots, plain rounds only, costs measured as the server does it."""
+    slots = SlotGraphs(pair[0], None, 3, TOKENS, EagerRunner)
+    rounds = SlotRounds(Engine(pair[0], None, None, "torch", "", "", None), slots)
+    assert slots.sizes == [1, 2, 3] and set(rounds.lengths.costs.verify) == {(1, 1), (2, 1), (3, 1)}
+    loops = [rounds.loop(None, PROMPTS[i], params_of(i), StaticPolicy(), False)[0] for i in (0, 1, 3)]
+    while not all(loop.finish_reason for loop in loops):
+        for loop in loops:
+            while loop.reading_prompt:
+                loop.step()
+        turn(rounds, loops)
+    assert [loop.output for loop in loops] == [solo[0], solo[1], solo[3]]
