@@ -6,6 +6,7 @@ from typing import Any
 
 from dspine.common.arrays import astype, at_least_float32, sigmoid
 from dspine.common.errors import DSpineError
+from dspine.common.linear_rows import check_linear_rows, linear_rows
 from dspine.common.registry import operation
 
 Array = Any
@@ -28,6 +29,24 @@ def check_silu_mul(gate_up: Array) -> None:
     """Raise `DSpineError` unless the last axis is two halves."""
     if len(gate_up.shape) < 1 or gate_up.shape[-1] % 2 or not gate_up.shape[-1]:
         raise DSpineError(f"silu_mul: gate_up must have shape [..., 2I], got {tuple(gate_up.shape)}")
+
+
+@operation
+def gated_rows(x: Array, weight: Array) -> Array:
+    """silu(gate) * up of gate and up = x [N, K] times weight [2I, K] transposed (gate before up) -> [N, I].
+
+    `silu_mul` of `linear_rows`, whose roundings a kernel keeps: a row has the same bits whatever rows are beside it. Raises
+    `DSpineError` on shapes or dtypes that do not fit.
+    """
+    check_gated_rows(x, weight)
+    return silu_mul(linear_rows(x, weight))
+
+
+def check_gated_rows(x: Array, weight: Array) -> None:
+    """Raise `DSpineError` where shapes or dtypes do not fit together, or the weight is not two halves."""
+    check_linear_rows(x, weight)
+    if weight.shape[0] % 2 or not weight.shape[0]:
+        raise DSpineError(f"gated_rows: weight must have shape [2I, K], got {tuple(weight.shape)}")
 
 
 @operation

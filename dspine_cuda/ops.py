@@ -19,6 +19,7 @@ _TRITON_KERNELS = (
     "block_attention",
     "correct_length",
     "draft_signals",
+    "gated_rows",
     "gdn_commit",
     "gdn_inputs",
     "gdn_keep",

@@ -34,6 +34,7 @@ from triton.errors import TritonError
 
 from benchmarks.kernels.timing import measure_floors, replay
 from benchmarks.provenance import provenance
+from dspine.common.environment import kernel_variants
 from dspine.common.experts import SharedExpert
 from dspine.common.gdn import GdnFactors, GdnInputWeights, GdnLayout
 from dspine.common.gdn_rounds import GdnKept, GdnLayerWeights
@@ -41,6 +42,7 @@ from dspine.kernels_triton import (
     add_rms_norm,
     attention_inputs,
     block_attention,
+    gated_rows,
     gdn_keep,
     gdn_round,
     linear_rows,
@@ -270,6 +272,7 @@ def dense_layer(w: int, short: bool) -> Case:
     names, width = ("8b qkv", "8b o", "8b gate_up", "8b down"), MATRICES["8b o"][0]
     tables, lengths = normal(2, CONTEXT + 64, turned), torch.full((1,), CONTEXT, dtype=torch.int32, device="cuda")
     norm, live = SimpleNamespace(weight=normal(heads + key_heads, size), eps=1e-6), torch.full_like(lengths, w)
+    one = kernel_variants().get("gated_rows", "1") == "1"  # 0: as with DSPINE_KERNELS_OFF=gated_rows
     row_norm, stream = (
         SimpleNamespace(weight=normal(width, dtype=torch.float32), eps=1e-6),
         [normal(w, width), normal(w, width)],
@@ -281,7 +284,7 @@ def dense_layer(w: int, short: bool) -> Case:
         query, _, _ = attention_inputs.attention_inputs(projected, *tables, lengths, live, *store, heads, norm)
         mixed = block_attention.block_attention(query, *store, lengths, size**-0.5).view(w, -1)
         h, second = add_rms_norm.add_rms_norm(entry, linear_rows.linear_rows(mixed, out), row_norm)
-        inner = silu_mul.silu_mul(linear_rows.linear_rows(second, gate_up))
+        inner = gated_rows.gated_rows(second, gate_up) if one else silu_mul.silu_mul(linear_rows.linear_rows(second, gate_up))
         stream[:] = add_rms_norm.add_rms_norm(h, linear_rows.linear_rows(inner, down), row_norm)
 
     calls = []
@@ -289,7 +292,7 @@ def dense_layer(w: int, short: bool) -> Case:
         matrices = [normal(*MATRICES[name], scale=MATRICES[name][1] ** -0.5) for name in names]
         calls.append(partial(call, normal(2, 1, key_heads, CONTEXT + 64, size), *matrices))
     cached = 4 * key_heads * (CONTEXT + w) * size
-    return Case(calls, 2 * sum(a * b for a, b in (MATRICES[name] for name in names)) + cached, 4 * w * width, 10)
+    return Case(calls, 2 * sum(a * b for a, b in (MATRICES[name] for name in names)) + cached, 4 * w * width, 9 if one else 10)
 
 
 def cases() -> dict[str, Callable[[int, bool], Case]]:
@@ -380,7 +383,14 @@ def as_variant(best: dict[str, linear_rows.Launch]) -> str:
 
 
 COMPARED = ("8b qkv", "8b o", "8b down", "35b gdn in", "35b out", "35b router")  # not the ones of most programs
-LAYERS, VARIANTS = ("8b layer", "35b layer, linear_rows"), ("attention_ahead=0", "attention_ahead=1")
+LAYERS, VARIANTS = (
+    ("8b layer", "35b layer, linear_rows"),
+    (
+        "attention_ahead=0;gated_rows=0",
+        "attention_ahead=1;gated_rows=0",
+        "attention_ahead=1",
+    ),
+)
 
 
 def compare(names: list[str], processes: int, floors: Any) -> list[dict[str, Any]]:

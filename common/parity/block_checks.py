@@ -75,6 +75,7 @@ def checks(scaled: bool) -> Iterator[Check]:
             yield _picks_check(size, family)
     for rows, columns, inputs in [(16, 130, 96), (3, 37, 45)] if scaled else [(1, 12352, 2048), (16, 1281, 2048), (3, 37, 45)]:
         yield _linear_check(rows, columns, inputs)
+        yield _gated_check(rows, columns, inputs)
 
 
 def _attention_inputs(shape: AttentionShape, family: str) -> tuple[Any, ...]:
@@ -221,6 +222,28 @@ def _picks_check(shape: ExpertShape, family: str) -> Check:
 def _linear_inputs(rows: int, columns: int, size: int) -> tuple[Any, ...]:
     rng = generator("linear", str(rows), str(columns))
     return Value(rng.normal(size=(rows, size))), Value(rng.normal(size=(columns, size)) / size**0.5)
+
+
+def _gated_inputs(rows: int, columns: int, size: int) -> tuple[Any, ...]:
+    rng = generator("gated", str(rows), str(columns))
+    return Value(rng.normal(size=(rows, size))), Value(2 * rng.normal(size=(2 * columns, size)) / size**0.5)
+
+
+def _gated(args: tuple[Any, ...]) -> dict[str, Any]:
+    gate, up = np.split(args[0] @ args[1].T, 2, axis=-1)
+    return {"out": gate / (1 + np.exp(-gate)) * up}
+
+
+def _gated_check(rows: int, columns: int, size: int) -> Check:
+    return Check(
+        op="gated_rows",
+        shape=f"{rows} x {columns} x {size}",
+        family="random",
+        build=lambda: _gated_inputs(rows, columns, size),
+        run=lambda call, args: {"out": call("gated_rows", *args)},
+        expect=_gated,
+        kinds={"out": "steps"},
+    )
 
 
 def _linear_check(rows: int, columns: int, size: int) -> Check:

@@ -66,6 +66,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         norms.add_rms_norm,
         gating.sigmoid_mul,
         gating.silu_mul,
+        gating.gated_rows,
         experts.pick_experts,
         experts.routed_experts,
         linear_rows.linear_rows,

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspine.common.attention import block_attention
-from dspine.common.gating import silu_mul
 from dspine.common.norms import add_rms_norm
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Where, few_rows, place_inputs
+from dspine_cuda.static.steps import Where, few_rows, gated, place_inputs
 from dspine_cuda.targets.dense import DenseLayer, DenseTarget
 
 
@@ -53,7 +52,7 @@ class StaticDense:
             outputs.append(entry)
             mixed = self._padded(attend(layer, few_rows(layer.qkv, normed), store, where))
             residual, normed = add_rms_norm(entry, few_rows(layer.output, mixed), layer.mlp_norm)
-            update = few_rows(layer.down, silu_mul(few_rows(layer.gate_up, normed)))
+            update = few_rows(layer.down, gated(layer.gate_up, normed))
         last, normed = add_rms_norm(residual, update, target.norm)
         outputs = [*outputs[1:], last]
         rows = where.batch * w

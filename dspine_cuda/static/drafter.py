@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dspine.common.attention import block_attention
-from dspine.common.gating import silu_mul
 from dspine.common.injection import injection_messages, injection_write
 from dspine.common.masks import MaskRule
 from dspine.common.norms import RMSNorm, add_rms_norm
@@ -16,7 +15,7 @@ from dspine.common.protocols import DraftRequest, Proposal
 from dspine_cuda.draft_inference import LeanLayer, signed_tables
 from dspine_cuda.drafter import BlockStates, TorchDrafter
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Where, few_rows, place_inputs
+from dspine_cuda.static.steps import Where, few_rows, gated, place_inputs
 
 
 def refusal(drafter: Any) -> str | None:
@@ -102,9 +101,7 @@ class StaticDrafter:
         mixed = _finished(layer.attention_conv, few_rows(layer.output, mixed.reshape(entry.shape[0], -1)), after, block)
         residual, normed = add_rms_norm(entry, mixed, layer.mlp_norm)
         normed, after = _prepared(layer.mlp_conv, normed, block)
-        return residual, _finished(
-            layer.mlp_conv, few_rows(layer.down, silu_mul(few_rows(layer.gate_up, normed))), after, block
-        )
+        return residual, _finished(layer.mlp_conv, few_rows(layer.down, gated(layer.gate_up, normed)), after, block)
 
     def commit(self, features: Tensor, m: Tensor, lengths: Tensor) -> None:
         """Context K/V of the first m int32 [B] of features [B, w, F], behind `lengths` int32 [B] committed tokens."""

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from dspine.common.attention import block_attention
 from dspine.common.experts import SharedExpert, pick_experts, routed_experts
-from dspine.common.gating import sigmoid_mul, silu_mul
+from dspine.common.gating import sigmoid_mul
 from dspine.common.gdn import MAX_TOKENS, GdnFactors
 from dspine.common.gdn_rounds import GdnKept, GdnLayerWeights, gdn_keep, gdn_round
 from dspine.common.norms import add_rms_norm
 from dspine_cuda.static.arena import Arena
 from dspine_cuda.static.dense import StaticOutput
-from dspine_cuda.static.steps import Where, few_rows, place_inputs
+from dspine_cuda.static.steps import Where, few_rows, gated, place_inputs
 from dspine_cuda.targets.hybrid import HybridLayer, HybridTarget
 from dspine_cuda.targets.mixers import AttentionMixer, GdnMixer
 from dspine_cuda.targets.moe import Routed, SparseMlp
@@ -144,7 +144,7 @@ class StaticHybrid:
         """h [N, H] and the same normed -> h + MLP [N, H], and that normed by `following`."""
         mlp = layer.mlp
         if not isinstance(mlp, SparseMlp) or routed is None:
-            return add_rms_norm(h, few_rows(mlp.down, silu_mul(few_rows(mlp.gate_up, normed))), following)
+            return add_rms_norm(h, few_rows(mlp.down, gated(mlp.gate_up, normed)), following)
         stacks = self.experts.get(layer.index)
         if stacks is None or normed.shape[0] > MAX_TOKENS:  # several slots: the eager form, which reads nothing on CUDA either
             weights = routed.weights.to(normed.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dspine.common.attention import attention_inputs
+from dspine.common.gating import gated_rows, silu_mul
 from dspine.common.gdn import MAX_TOKENS
 from dspine.common.linear_rows import linear_rows
 from dspine.common.registry import find_kernel
@@ -38,6 +39,14 @@ def few_rows(linear: Linear, x: Tensor) -> Tensor:
     if weight is None or not weight.is_contiguous() or x.shape[0] > MAX_TOKENS or find_kernel(linear_rows.__name__, x) is None:
         return linear(x)
     return linear_rows(x, weight)
+
+
+def gated(linear: Linear, x: Tensor) -> Tensor:
+    """silu(gate) * up of x [N, in] -> [N, I], `linear` being gate and up: in one launch where `gated_rows` has a kernel."""
+    known = all(find_kernel(op.__name__, x) is not None for op in (linear_rows, gated_rows))
+    if not known or linear.weight is None or not linear.weight.is_contiguous() or x.shape[0] > MAX_TOKENS:
+        return silu_mul(few_rows(linear, x))
+    return gated_rows(x, linear.weight)
 
 
 def place_inputs(projected: Tensor, store: Tensor, where: Where, heads: int, norm: Any | None) -> Tensor:

@@ -21,6 +21,7 @@ from dspine.kernels_triton import (
     attention_inputs,
     correct_length,
     draft_signals,
+    gated_rows,
     gdn_commit,
     gdn_verify,
     injection_gate,
@@ -40,8 +41,8 @@ FILES = {path.stem for path in Path(next(iter(kernels_triton.__path__))).glob("*
 
 # What a decoder layer of MLX does besides Gated DeltaNet is the library's own; packed weights are MLX's layout.
 TRITON_ONLY = {
-    "add_rms_norm", "attention_inputs", "block_attention", "gdn_keep", "gdn_round", "injection_messages", "linear_rows",
-    "pick_experts", "routed_experts", "settle_round", "sigmoid_mul", "silu_mul",
+    "add_rms_norm", "attention_inputs", "block_attention", "gated_rows", "gdn_keep", "gdn_round", "injection_messages",
+    "linear_rows", "pick_experts", "routed_experts", "settle_round", "sigmoid_mul", "silu_mul",
 }  # fmt: skip
 METAL_ONLY = {"gathered_rows", "quantized_rows"}
 
@@ -217,6 +218,7 @@ def test_between_products(device):
         ),
         (lambda: add_rms_norm.add_rms_norm(x, x.bfloat16(), norm), "got .* and torch.bfloat16"),
         (lambda: add_rms_norm.add_rms_norm(x[:, :7], None, norm), r"norm.weight must have shape \(7,\), got \(8,\)"),
+        (lambda: gated_rows.gated_rows(x, x[:1]), r"weight must have shape \[2I, K\], got \(1, "),
         (lambda: silu_mul.silu_mul(x[:, :7]), r"gate_up must have shape \[..., 2I\], got \(2, 7\)"),
         (lambda: injection_messages.injection_messages(raw[:, :1], codes, w), r"at least 2 rows, got \(1, 1, 24\)"),
         (lambda: injection_messages.injection_messages(raw, codes[:, :20], w), r"anchor_code must have shape \(1, 24\)"),

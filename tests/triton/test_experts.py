@@ -12,9 +12,11 @@ from dspine.common import experts, linear_rows
 from dspine.common.errors import DSpineError
 from dspine.common.experts import SharedExpert
 from dspine.kernels_triton import _launch
+from dspine.kernels_triton import gated_rows as gated_kernel
 from dspine.kernels_triton import linear_rows as linear_kernel
 from dspine.kernels_triton import pick_experts as pick_kernel
 from dspine.kernels_triton import routed_experts as routed_kernel
+from dspine.kernels_triton import silu_mul as silu_kernel
 from tests.triton.blocks import error
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -142,6 +144,19 @@ def test_products_of_a_few_rows(device, dtype, rows, columns, size):
     assert got.shape == (rows, columns) and error(got, want) <= (3e-3 if dtype == torch.bfloat16 else 1e-6)
     assert error(linear_rows.linear_rows.reference(x, weight), want) <= (3e-3 if dtype == torch.bfloat16 else 1e-6)
     assert torch.equal(linear_kernel.linear_rows(x[:1], weight), got[:1])  # the same bits alone
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inner", "size"), [(1, 64, 256), (16, 37, 300), (19, 130, 33)])
+def test_gate_and_up_in_one_launch(device, dtype, rows, inner, size):
+    """The bits of the two launches that it stands for, a row alone and in a block."""
+    x, weight = drawn(device, rows, size, dtype=dtype), drawn(device, 2 * inner, size, seed=1, dtype=dtype) / size**0.5
+    got = gated_kernel.gated_rows(x, weight)
+    both = linear_kernel.linear_rows(x, weight).contiguous()
+    assert torch.equal(got, silu_kernel.silu_mul(both)) and got.shape == (rows, inner)
+    gate, up = (x.double().cpu() @ weight.double().cpu().T).chunk(2, dim=-1)
+    assert error(got, F.silu(gate) * up) <= (5e-3 if dtype == torch.bfloat16 else 1e-6)
+    assert torch.equal(gated_kernel.gated_rows(x[:1], weight), got[:1])
 
 
 SPLIT = linear_kernel.Launch(32, 32, 4, 3, 64, 4)

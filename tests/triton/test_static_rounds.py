@@ -103,6 +103,6 @@ def test_rounds_over_the_kernels(pair, kernels, mode, rule, names):
     assert got == want
     expected = names | ({"gdn_round", "gdn_keep", "pick_experts", "routed_experts", "sigmoid_mul"} if hybrid else set())
     expected |= {"correct_length"} if mode == POLICY and hybrid else set()
-    expected |= {"attention_inputs", "add_rms_norm", "settle_round"} | (set() if hybrid else {"silu_mul"})
-    expected |= {"injection_messages", "injection_write", "silu_mul"} if mode != PLAIN else set()
+    expected |= {"attention_inputs", "add_rms_norm", "settle_round"} | (set() if hybrid else {"gated_rows"})
+    expected |= {"injection_messages", "injection_write", "gated_rows"} if mode != PLAIN else set()
     assert expected <= kernels

@@ -1,0 +1,79 @@
+"""The first half of a feed-forward layer in one launch: a few rows times gate and up, silu(gate) * up.
+
+A program takes rows of gate and of up in turn, so that one product makes both; sums and roundings are those of `linear_rows`
+and `silu_mul`, and so are the launch parameters (of the whole matrix). A row's bits do not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dspine.common import gating
+from dspine.kernels_triton import _launch
+from dspine.kernels_triton._launch import FLOATS, contiguous, fetch, multiply, narrow, overlaps, power_of_2, sigmoid
+from dspine.kernels_triton.linear_rows import MAX_ROWS, ROWS, choose
+
+
+@triton.jit
+def _gated_rows_kernel(
+    x, weight, out, rows, inner, size,
+    BI: tl.constexpr, BK: tl.constexpr, SIZE_PAD: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * 16 + tl.arange(0, 16)
+    both = tl.arange(0, 2 * BI)
+    wanted = tl.minimum(tl.program_id(0) * BI + both // 2, inner - 1)  # columns behind the last are not stored
+    base = weight + ((both % 2) * inner + wanted).to(tl.int64) * size
+    if OVERLAP:
+        gdc_launch_dependents()
+        if FETCH > 0:
+            line = tl.arange(0, FETCH // 64) * 64  # 128 bytes of bfloat16
+            fetch(base[:, None] + tl.minimum(line, size - 1)[None, :])
+        gdc_wait()
+    total = tl.zeros([16, 2 * BI], tl.float32)
+    for start in range(0, SIZE_PAD, BK):
+        lane = start + tl.arange(0, BK)
+        if EVEN:
+            left = tl.load(x + row[:, None] * size + lane[None, :], mask=(row < rows)[:, None], other=0.0)
+            right = tl.load(base[None, :] + lane[:, None])
+        else:
+            inside = lane < size
+            left = tl.load(x + row[:, None] * size + lane[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+            right = tl.load(base[None, :] + lane[:, None], mask=inside[:, None], other=0.0)
+        total += multiply(left, right)
+    gate, up = tl.split(tl.reshape(total, [16, BI, 2]))
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    gate, up = narrow(gate, DTYPE).to(tl.float32), narrow(up, DTYPE).to(tl.float32)
+    active = narrow(gate * sigmoid(gate), DTYPE).to(tl.float32)
+    column = tl.program_id(0) * BI + tl.arange(0, BI)
+    inside = (row < rows)[:, None] & (column < inner)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * inner + column[None, :], narrow(active * up, DTYPE), mask=inside)
+
+
+def supports(x: Tensor, weight: Tensor) -> bool:
+    """Up to 64 rows, one dtype out of bfloat16 and float32, a contiguous weight."""
+    return x.dtype == weight.dtype and x.dtype in FLOATS and 1 <= x.shape[0] <= MAX_ROWS and weight.is_contiguous()
+
+
+def gated_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """`common.gating.gated_rows`: the same arguments, results and errors; the weight must be contiguous."""
+    gating.check_gated_rows(x, weight)
+    contiguous("gated_rows", weight=weight)
+    (rows, size), inner = x.shape, weight.shape[0] // 2
+    out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
+    chosen, overlap = choose(2 * inner, size, x.dtype), overlaps(x)
+    step, columns = min(chosen.step, power_of_2(size, 16)), max(chosen.columns // 2, 16)
+    _gated_rows_kernel[(triton.cdiv(inner, columns), triton.cdiv(rows, ROWS))](
+        x.contiguous(), weight, out, rows, inner, size, BI=columns, BK=step, SIZE_PAD=triton.cdiv(size, step) * step,
+        EVEN=size % step == 0, FETCH=power_of_2(min(chosen.fetch, size), 64) if chosen.fetch else 0, OVERLAP=overlap,
+        num_warps=chosen.num_warps, num_stages=chosen.stages, **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
+    return out
+
+
+def register() -> None:
+    """Tell the core about `gated_rows` on CUDA."""
+    _launch.register(gated_rows, supports)
