@@ -77,7 +77,8 @@ class StaticDrafter:
                 pre, normed = add_rms_norm(residual, update, norm)
                 entry = pre
             else:
-                pre = update.add_(residual)
+                # the sum only; unlike torch's own, this launch may start under the one in front
+                pre, _ = add_rms_norm(residual, update, norm)
                 entry, normed = self._inject(index, pre, where, code, norm)
         return normed, torch.cat([pre, earlier], dim=-1) if lean.keeps_two else pre
 
