@@ -7,7 +7,8 @@ One `dspine serve` process. A request says what it wants: nothing (the server's 
 verified) or `"draft": false` (plain decoding); so all sides use the same weights and scheduler, and take turns block by block.
 A block sends the same prompts at temperature 0; each client sends its next request when its last one is answered. Cycles over
 all client counts are repeated until --budget seconds are over; figures are medians over cycles. Then, at one client, the same
-prompts go through HTTP and through the Python API (a second copy of the model, in this process) in turns: what HTTP costs.
+prompts go through HTTP and through the Python API in turns: what HTTP costs (`benchmarks.serving_overhead`; flags after `--`
+concern the load alone).
 Needs httpx and what `dspine serve` needs, nothing else.
 """
 
@@ -29,10 +30,9 @@ from typing import Any
 import httpx
 
 from benchmarks.provenance import provenance
+from benchmarks.serving_overhead import OVERHEAD, measure_overhead
 
 SIDES: dict[str, Any] = {"speculative": True, "full": "full", "plain": False}  # name -> `draft` of the request
-
-OVERHEAD = ("seconds_http_over_direct", "first_token_http_over_direct", "first_token_over_prefill", "outside_rounds_share")
 
 
 @contextmanager
@@ -175,7 +175,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             before = time.monotonic()
             rows += [_row(args, url, model, prompts, sides, count, cycle, watched) for count in args.clients]
             longest, cycle = max(longest, time.monotonic() - before), cycle + 1
-        overhead = measure_overhead(args, url, model, prompts) if args.direct else None
+    bodies = [chat_body(args.model, prompt, args.max_tokens, True) for prompt in prompts]
+    overhead = measure_overhead(args, prompts, bodies) if args.direct else None
     return {
         **provenance(),
         "server": facts["dspine"],
@@ -211,58 +212,6 @@ def _row(
     told = ", ".join(f"{name} {row[name]['tokens_per_second']:.1f}" for name in names)
     print(f"{count} clients: {told} tokens/s, {row['same_text']}/{wanted} same", file=sys.stderr, flush=True)
     return row
-
-
-def measure_overhead(args: argparse.Namespace, url: str, model: str, prompts: list[str]) -> dict[str, Any]:
-    """Seconds a request through HTTP and through the Python API, prompt by prompt, in turns; until --direct-seconds are over
-    (every prompt at least once)."""
-    from dspine.common.generation import load, stream_generate
-    from dspine.common.runtimes import choose_runtime
-
-    runtime, reason = choose_runtime(args.backend)
-    drafter = None if args.draft_model == "none" else args.draft_model
-    engine = load(runtime, args.model, drafter, device=args.device, backend_reason=reason)
-
-    def direct(prompt: str, count: int) -> tuple[float, float, int]:
-        started, first, number = time.perf_counter(), 0.0, 0
-        for _ in stream_generate(engine, prompt, max_tokens=count):
-            first = first or time.perf_counter() - started
-            number += 1
-        return time.perf_counter() - started, first, number
-
-    direct(prompts[0], 8)
-    ratios, firsts, inside, outside = [], [], [], []
-    until = time.monotonic() + args.direct_seconds
-    turn = 0
-    while turn < len(prompts[: args.direct_prompts]) or time.monotonic() < until:
-        prompt = prompts[turn % len(prompts)]
-        found: dict[str, tuple[float, float, int]] = {}
-        for side in ("http", "direct") if turn % 2 else ("direct", "http"):
-            if side == "direct":
-                found[side] = direct(prompt, args.max_tokens)
-            else:
-                answer = asyncio.run(block(url, [chat_body(model, prompt, args.max_tokens, True)], 1))
-                found[side] = (answer["latencies"][0], answer["first_token"], answer["tokens"])
-                inside.append(answer["first_over_prefill"])
-                outside.append(answer["outside_share"])
-        if found["http"][2] == found["direct"][2]:
-            ratios.append(found["http"][0] / found["direct"][0])
-            firsts.append(found["http"][1] / found["direct"][1])
-        turn += 1
-    return {
-        "requests": len(ratios),
-        "seconds_http_over_direct": _spread(ratios),
-        "first_token_http_over_direct": _spread(firsts),
-        "first_token_over_prefill": _spread(inside),
-        "outside_rounds_share": _spread(outside),
-    }
-
-
-def _spread(values: list[float]) -> dict[str, Any]:
-    if not values:
-        return {"median": None, "quartiles": None}
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return {"median": middle, "quartiles": [low, high]}
 
 
 def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

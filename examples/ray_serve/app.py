@@ -21,6 +21,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from dspine.common.errors import DSpineError
 from dspine.common.generation import load
 from dspine.common.protocols import Engine
 from dspine.common.runtimes import choose_runtime
@@ -52,8 +53,20 @@ def deployment(load_engine: Callable[[], Engine], settings: ServerSettings, **op
     ).bind()
 
 
+ARGUMENTS = (
+    ("model", "draft_model", "backend", "device", "max_concurrency", "max_context", "prefix_cache")
+    + ("gpus", "cpus", "replicas", "min_replicas", "max_replicas")
+)  # fmt: skip
+
+
 def build(args: dict[str, str]) -> Application:
-    """For `serve run`: model, draft_model, backend, device, gpus (of a replica), replicas, or min_replicas and max_replicas."""
+    """For `serve run`: model, draft_model, backend, device, max_concurrency, max_context (tokens), prefix_cache (MiB), gpus and
+    cpus (of a replica), replicas, or min_replicas and max_replicas. DSpineError for a name that is none of them."""
+    unknown = sorted(set(args) - set(ARGUMENTS))
+    if unknown:
+        raise DSpineError(f"unknown argument {', '.join(unknown)}: there are {', '.join(ARGUMENTS)}")
+    if "replicas" in args and {"min_replicas", "max_replicas"} & set(args):
+        raise DSpineError("replicas is a fixed number, min_replicas and max_replicas let Ray scale: give one kind")
     model, backend = args.get("model", "smollm2"), args.get("backend", "torch")
     gpus = float(args.get("gpus", "0"))
 
@@ -63,7 +76,9 @@ def build(args: dict[str, str]) -> Application:
         return load(runtime, model, args.get("draft_model", "auto"), device=device, backend_reason=reason)
 
     concurrency = int(args.get("max_concurrency", "8"))
-    settings = ServerSettings(names=(model,), scheduler=SchedulerSettings(max_concurrency=concurrency))
+    scheduler = SchedulerSettings(max_concurrency=concurrency, prefix_bytes=int(args.get("prefix_cache", "256")) * 2**20)
+    context = int(args["max_context"]) if "max_context" in args else None
+    settings = ServerSettings(names=(model,), max_context=context, scheduler=scheduler)
     options: dict[str, Any] = {"ray_actor_options": {"num_gpus": gpus, "num_cpus": float(args.get("cpus", "1"))}}
     if "max_replicas" in args:
         options["autoscaling_config"] = {

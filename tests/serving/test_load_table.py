@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("httpx", reason="httpx is not installed")
 
-from benchmarks import serving
+from benchmarks import serving, serving_overhead
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def test_rows_and_tables(toy, args):
     lines = text.splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     both = serving.markdown({"summary": table, "overhead": {"requests": 0} | dict.fromkeys(
-        serving.OVERHEAD, serving._spread([])
+        serving.OVERHEAD, serving_overhead.spread([])
     )})  # fmt: skip
-    assert both.startswith(text) and both.count("\n- ") == 4
+    assert both.startswith(text) and both.count("\n- ") == len(serving.OVERHEAD)
 
 
 def test_ratios_are_medians_of_each_cycle():
@@ -67,6 +67,34 @@ def test_ratios_are_medians_of_each_cycle():
     assert entry["ratio_over_plain"] == 3.0 and entry["ratios_over_plain"] == [2.0, 4.0]
     assert entry["ratio_over_full"] == 1.5 and entry["cpu_ratio_over_full"] is None
     assert "| **3.00** | 1.50 | - |" in serving.markdown({"summary": [entry], "overhead": None})
+
+
+def test_what_http_costs():
+    """By hand: 3 s against 2 s with 5 % outside the rounds, 1.2 s of CPU time against 1 s; unequal answers are not compared."""
+    found = {name: [] for name in serving.OVERHEAD}
+    answer = {"latencies": [3.0], "first_token": 0.5, "first_over_prefill": 1.25, "outside_share": 0.05, "tokens": 12}
+    serving_overhead.compare(found, answer | {"cpu": 1.2}, (2.0, 0.4, 12, 1.0))
+    serving_overhead.compare(found, answer | {"cpu": 9.9}, (2.0, 0.4, 11, 1.0))
+    assert {name: [round(value, 9) for value in values] for name, values in found.items()} == {
+        "seconds_http_over_direct": [1.5],
+        "rounds_http_over_direct": [1.425],
+        "cpu_http_over_direct": [1.2],
+        "first_token_http_over_direct": [1.25],
+        "first_token_over_prefill": [1.25, 1.25],
+        "outside_rounds_share": [0.05, 0.05],
+    }
+
+
+def test_http_and_the_api_on_one_engine(registry, toy, args, monkeypatch):
+    """The whole measurement, its client a process of its own."""
+    monkeypatch.setattr("dspine.common.generation.load", lambda *others, **options: toy.engine)
+    monkeypatch.setattr("dspine.common.runtimes.choose_runtime", lambda name: (registry, "asked for"))
+    args.model, args.direct_seconds, args.direct_prompts = "toy", 0.0, 3
+    prompts = serving.read_prompts(args.prompts, ["one"], 3)
+    bodies = [serving.chat_body("toy", prompt, args.max_tokens, True) for prompt in prompts]
+    found = serving_overhead.measure_overhead(args, prompts, bodies)
+    assert found["requests"] == 3 and set(found) == {"requests", *serving.OVERHEAD}
+    assert all(found[name]["median"] > 0 for name in serving.OVERHEAD)
 
 
 @pytest.mark.parametrize("wrong", [["--sides", "fast"], ["--clients", "0"]])
