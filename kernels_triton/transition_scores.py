@@ -5,6 +5,8 @@ The norm divides by a number of the whole row, so it can come last: the hidden s
 part of (w o h) E^T and of sum h^2, and a last small launch adds and divides. h is never rounded nor written out.
 
 Every launch may start under the one in front of it; those with weights ask the cache for them before they wait.
+Up to 16 candidates: two rows share a program, so the write matrix is read half as often (`transition_pairs=0` in
+`DSPINE_KERNELS_TRY`: one).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from dspine.kernels_triton._launch import (
     narrow,
     overlaps,
     power_of_2,
+    variant,
 )  # fmt: skip
 from dspine.kernels_triton.injection_write import product, readable_norm
 
@@ -57,14 +60,16 @@ def _readout_kernel(
 
 @triton.jit
 def _part_kernel(
-    hidden, rms, gated, write, norm, head_rows, products, squares, columns, size, parts,
-    K: tl.constexpr, KP: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr, FETCH: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    hidden, rms, gated, write, norm, head_rows, products, squares, rows, columns, size, parts,
+    K: tl.constexpr, KP: tl.constexpr, EACH: tl.constexpr, BH: tl.constexpr, SIZE_PAD: tl.constexpr, BA: tl.constexpr,
+    FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """This part's (w o h) E^T, transposed [successor, predecessor], and sum h^2 of every predecessor. FETCH: the power of two
-    above `size`."""
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    candidate = tl.arange(0, KP)
+    """This part's (w o h) E^T, transposed [successor, predecessor], and sum h^2 of every predecessor. EACH: rows of a program,
+    which share its part of `write`. FETCH: the power of two above `size`."""
+    part, entry = tl.program_id(0), tl.arange(0, EACH * KP)
+    candidate = entry % KP
+    row = (tl.program_id(1) * EACH + entry // KP).to(tl.int64)
+    real = (row < rows) & (candidate < K)
     column = part * BH + tl.arange(0, BH)
     if OVERLAP:
         gdc_launch_dependents()
@@ -72,23 +77,25 @@ def _part_kernel(
             line = tl.minimum(tl.arange(0, FETCH // 64) * 64, size - 1)
             fetch(write + tl.minimum(column, columns - 1).to(tl.int64)[:, None] * size + line[None, :])
         gdc_wait()
-    message = tl.zeros([KP, BH], dtype=tl.float32)
+    message = tl.zeros([EACH * KP, BH], dtype=tl.float32)
     for start in range(0, SIZE_PAD, BA):
         lane = start + tl.arange(0, BA)
-        of_gate = (candidate < K)[:, None] & (lane < size)[None, :]
         of_weight = (column < columns)[None, :] & (lane < size)[:, None]
-        left = tl.load(gated + (row * K + candidate)[:, None] * size + lane[None, :], mask=of_gate, other=0.0)
+        at = (row * K + candidate)[:, None] * size + lane[None, :]
+        left = tl.load(gated + at, mask=real[:, None] & (lane < size)[None, :], other=0.0)
         right = tl.load(write + column.to(tl.int64)[None, :] * size + lane[:, None], mask=of_weight, other=0.0)
         message += multiply(left, right)
-    u = tl.load(hidden + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-    h = u[None, :] + tl.load(rms + row) * message
+    known = (row < rows)[:, None] & (column < columns)[None, :]
+    u = tl.load(hidden + row[:, None] * columns + column[None, :], mask=known, other=0.0).to(tl.float32)
+    h = u + tl.load(rms + row, mask=row < rows, other=0.0)[:, None] * message
     place = row * parts + part
-    tl.store(squares + place * KP + candidate, tl.sum(h * h, 1))
+    tl.store(squares + place * KP + candidate, tl.sum(h * h, 1), mask=row < rows)
     weight = tl.load(norm + column, mask=column < columns, other=0.0).to(tl.float32)
-    inside = (candidate < K)[:, None] & (column < columns)[None, :]
-    rows = tl.load(head_rows + (row * K + candidate)[:, None] * columns + column[None, :], mask=inside, other=0.0)
-    at = candidate[:, None] * KP + candidate[None, :]
-    tl.store(products + place * (KP * KP) + at, multiply_wide(rows, tl.trans(h * weight[None, :])))
+    inside = real[:, None] & (column < columns)[None, :]
+    of_head = tl.load(head_rows + (row * K + candidate)[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    at = (place * (KP * KP) + candidate * KP)[:, None] + candidate[None, :]
+    paired = (row < rows)[:, None] & ((entry // KP)[:, None] == (entry // KP)[None, :])  # successors and predecessors of a row
+    tl.store(products + at, multiply_wide(of_head, tl.trans(h * weight[None, :])), mask=paired)
 
 
 @triton.jit
@@ -162,10 +169,11 @@ def transition_scores(
     injection_gate.launch(z, codes, weights, gated, repeat=k, overlap=overlap)
     parts, padded = triton.cdiv(columns, COLUMNS), power_of_2(k, 16)
     products, squares = floats(rows, parts, padded, padded), floats(rows, parts, padded)
-    _part_kernel[(parts, rows)](
+    each = 2 if padded == 16 and variant("transition_pairs", True) else 1
+    _part_kernel[(parts, triton.cdiv(rows, each))](
         u, rms, gated, weights.write, norm.weight.detach().contiguous(), candidate_rows.reshape(rows * k, columns).contiguous(),
-        products, squares, columns, size, parts, K=k, KP=padded, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP,
-        FETCH=power_of_2(size, 64), num_warps=4, **early,
+        products, squares, rows, columns, size, parts, K=k, KP=padded, EACH=each, BH=COLUMNS,
+        SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP, FETCH=power_of_2(size, 64), num_warps=4, **early,
     )  # fmt: skip
     _join_kernel[(k, rows)](
         products, squares, scores, columns, norm.eps, parts, K=k, KP=padded, PARTS=power_of_2(parts), num_warps=1, **early
