@@ -32,3 +32,18 @@ def test_two_replicas(tmp_path):
     assert found["status"] == [400, 200] and found["replicas"] >= 2
     for cached in found["cached"]:  # from its second request on a session finds its prefix: it kept its replica
         assert cached[0] == 0 and all(count > 0 for count in cached[1:]), found["cached"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"replica": "2"}, "unknown argument replica: there are model, "),
+        ({"replicas": "2", "max_replicas": "3"}, "give one kind"),
+    ],
+)
+def test_arguments_are_not_ignored(args, message):
+    """`serve run app:build replica=2`: a misspelt name is told. In a process of its own: importing Ray warns."""
+    code = f"from examples.ray_serve.app import build; build({args!r})"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    last = run.stderr.strip().splitlines()[-1]
+    assert run.returncode == 1 and "DSpineError: " in last and message in last, run.stderr[-2000:]
