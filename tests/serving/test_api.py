@@ -198,6 +198,20 @@ def test_reasoning_and_tools(toy, client):
     assert ask(client, history, tools=tools, tool_choice="none").choices[0].message.content == "Sunny."
 
 
+@pytest.mark.parametrize(
+    "penalty", [{"presence_penalty": 1.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}], ids=str
+)
+def test_s4_penalties_count_what_was_emitted_only(client, penalty):
+    """Refused drafts leave no trace in the counts: with drafts, whole blocks of them, the text is that of plain decoding."""
+    texts = {}
+    for draft in (True, "full", False):
+        answer = ask(client, max_tokens=80, extra_body={"draft": draft, **penalty})
+        block = answer.usage.model_extra["speculative"]
+        assert (block["drafted"] > block["accepted"] > 0) is bool(draft)
+        texts[draft] = answer.choices[0].message.content
+    assert len(set(texts.values())) == 1 and texts[False] != ask(client, max_tokens=80).choices[0].message.content
+
+
 def test_events_for_the_page(client):
     _, _, _, chunks = streamed(client, extra_body={"speculative_events": True})
     events = [chunk.model_extra["speculative"] for chunk in chunks]
