@@ -8,7 +8,8 @@ shared expert's, for all tokens. The sums over a token's experts run in the orde
 result is deterministic.
 
 The first launch lets the second begin once it has the picks itself: so the second reads the picks, and asks the cache for its
-weights, while the first still runs.
+weights, while the first still runs. Where the first leaves no room for that and all outer weights fit the second-level cache
+(one token's experts), its programs ask for them themselves as they end (`experts_ahead=0` in `DSPINE_KERNELS_TRY`: not).
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from dspine.kernels_triton._launch import (
     power_of_2,
     programs_of,
     sigmoid,
+    variant,
 )
 
 MAX_TOKENS = 16
 LARGEST_ROW = 16384  # of the last launch: one program holds a row
+CACHED = 24 * 2**20  # bytes of outer weights that the first launch asks for, at most: half the cache of a Hopper GPU
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,12 @@ def _rows_of(picks, pair, tokens, k, K_PAD: tl.constexpr):
 
 @triton.jit
 def _inner_kernel(
-    x, picks, gate_up, hidden, entry, entry_stride, shared_hidden, tokens, k, size, inner, shared_inner,
+    x, picks, gate_up, hidden, entry, entry_stride, shared_hidden, down, tokens, k, size, inner, shared_inner,
     K_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, SHARED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    NEXT: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """hidden[n, j, :] = silu(gate) * up of the pair (n, j), and shared_hidden[n, :] of the shared expert's products."""
+    """hidden[n, j, :] = silu(gate) * up of the pair (n, j), and shared_hidden[n, :] of the shared expert's products. NEXT: rows
+    of `down`, of LINES times 128 bytes, that a program asks for (0: none)."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()  # not before: whoever starts now finds the picks
@@ -110,6 +114,10 @@ def _inner_kernel(
                 of_weight = (lane < size)[:, None] & (wanted < inner)[None, :]
                 rows = tl.load(x + token[:, None] * size + lane[None, :], mask=of_row, other=0.0)
                 total += multiply(rows, tl.load(base[None, :] + lane[:, None], mask=of_weight, other=0.0))
+            if NEXT > 0:
+                row = tl.minimum(tl.program_id(0) * NEXT + tl.arange(0, NEXT), size - 1)
+                line = tl.minimum(tl.arange(0, LINES) * 64, inner - 1)
+                fetch(down + (expert.to(tl.int64) * size + row)[:, None] * inner + line[None, :])
             gate, up = tl.split(tl.reshape(total, [16, BI, 2]))
             at = (token * k + place)[:, None] * inner + column[None, :]
             tl.store(hidden + at, gate * sigmoid(gate) * up, mask=chosen[:, None] & (column < inner)[None, :])
@@ -248,10 +256,13 @@ def launch(
     k_pad, has_shared = power_of_2(k), shared is not None
     width = shared.down.shape[1] if shared is not None else 0
     entry, amount, shared_down = (shared.gate_up, shared.amount, shared.down) if shared is not None else (x, x, down)
-    rows = tokens * k + has_shared
-    _inner_kernel[(triton.cdiv(max(inner, width), first.columns), rows)](
-        x, picks, gate_up, room.hidden, entry, entry.stride(0), room.shared, tokens, k, size, inner, width, K_PAD=k_pad,
+    rows, programs = tokens * k + has_shared, triton.cdiv(max(inner, width), first.columns)
+    fits = tokens * k * size * inner * down.element_size() <= CACHED
+    ahead = overlap and fits and variant("experts_ahead", True)
+    _inner_kernel[(programs, rows)](
+        x, picks, gate_up, room.hidden, entry, entry.stride(0), room.shared, down, tokens, k, size, inner, width, K_PAD=k_pad,
         SIZE_PAD=triton.cdiv(size, first.step) * first.step, BI=first.columns, BH=first.step, SHARED=has_shared,
+        NEXT=power_of_2(triton.cdiv(size, programs)) if ahead else 0, LINES=power_of_2(triton.cdiv(inner, 64)),
         num_warps=first.num_warps, num_stages=first.stages, **later,
     )  # fmt: skip
     _outer_kernel[(triton.cdiv(size, second.columns), rows)](

@@ -383,20 +383,16 @@ def as_variant(best: dict[str, linear_rows.Launch]) -> str:
 
 
 COMPARED = ("8b qkv", "8b o", "8b down", "35b gdn in", "35b out", "35b router")  # not the ones of most programs
-LAYERS, VARIANTS = (
-    ("8b layer", "35b layer, linear_rows"),
-    (
-        "attention_ahead=0;gated_rows=0",
-        "attention_ahead=1;gated_rows=0",
-        "attention_ahead=1",
-    ),
-)
+VARIANTS = {  # layer -> values of DSPINE_KERNELS_TRY, the last what runs by itself
+    "8b layer": ("attention_ahead=0;gated_rows=0", "attention_ahead=1;gated_rows=0", "attention_ahead=1"),
+    "35b layer, linear_rows": ("experts_ahead=0", "experts_ahead=1"),
+}
 
 
 def compare(names: list[str], processes: int, floors: Any) -> list[dict[str, Any]]:
     """Split products one by one; then whole layers with each of VARIANTS and with the best products."""
     tasks = split_tasks(names)
-    layers = [(layer, w, variant) for layer in LAYERS for w in (1, 16) for variant in VARIANTS]
+    layers = [(layer, w, variant) for layer, ways in VARIANTS.items() for variant in ways for w in (1, 16)]
     compile_all(tasks + layers, processes)
     found = list(rows(tasks, floors, True))
     show_tuned(found)
@@ -404,11 +400,12 @@ def compare(names: list[str], processes: int, floors: Any) -> list[dict[str, Any
     print("\nfor TUNED in kernels_triton/linear_rows.py:")
     for name, chosen in best.items():
         print(f"    {MATRICES[name]}: Launch({', '.join(map(str, asdict(chosen).values()))}),  # {name}")
-    tuned_way = ";".join(part for part in ("attention_ahead=1", as_variant(best)) if part)
-    print(f"\nDSPINE_KERNELS_TRY='{tuned_way}'\n", flush=True)
-    timed_layers = list(rows([*layers, *((layer, w, tuned_way) for layer in LAYERS for w in (1, 16))], floors, False))
+    products = as_variant(best)
+    print(f"\nDSPINE_KERNELS_TRY='{products}'\n", flush=True)
+    tuned_layers = [(layer, w, f"{ways[-1]};{products}") for layer, ways in VARIANTS.items() for w in (1, 16)]
+    timed_layers = list(rows(layers + tuned_layers, floors, False))
     for row in timed_layers:
-        way = "attention_ahead=1, best products" if row["launch"] == tuned_way else row["launch"]
+        way = row["launch"].replace(products, "best products")
         row["op"] = f"{row['op'].split(',')[0]}, {way}"
     show(timed_layers)
     return found + timed_layers
