@@ -9,6 +9,7 @@ from pathlib import Path
 from dspine.common.errors import DSpineError
 
 _KERNEL_CHOICES = ("auto", "reference")
+_VARIANTS = ("attention_ahead", "experts_ahead", "gated_rows", "transition_pairs")
 
 
 def kernel_choice() -> str:
@@ -40,6 +41,10 @@ def kernel_variants() -> dict[str, str]:
         name, equals, value = part.partition("=")
         if not (name and equals and value):
             raise DSpineError(f"DSPINE_KERNELS_TRY must hold name=value pairs between blanks, got {part!r}")
+        if name not in _VARIANTS and not name.startswith("linear_rows."):
+            raise DSpineError(
+                f"DSPINE_KERNELS_TRY knows {', '.join(_VARIANTS)} and linear_rows.COLUMNSxSIZE, got {name!r}; see docs/kernels.md"
+            )
         found[name] = value
     return found
 

@@ -194,13 +194,14 @@ def test_counters_are_apart():
 
 
 def test_products_take_parameters_from_the_environment(device, monkeypatch):
-    monkeypatch.setenv("DSPINE_KERNELS_TRY", "linear_rows.64x128=32,64,8,3,128,2; other=1")
+    monkeypatch.setenv("DSPINE_KERNELS_TRY", "linear_rows.64x128=32,64,8,3,128,2; experts_ahead=1")
     assert linear_kernel.choose(64, 128, torch.bfloat16).split == 2
     assert linear_kernel.choose(64, 256, torch.bfloat16).split == 1 == linear_kernel.choose(64, 128, torch.float32).split
     x, weight = drawn(device, 3, 128, dtype=torch.bfloat16), drawn(device, 64, 128, seed=1, dtype=torch.bfloat16)
     assert error(linear_kernel.linear_rows(x, weight), x.double().cpu() @ weight.double().cpu().T) <= 3e-3
     for value, message in (
         ("linear_rows.64x128=32,64", "expected, got '32,64'"), ("linear_rows.64x128=32,64,4,3,0,3", "powers of two"),
+        ("expert_ahead=1", "knows attention_ahead, .* got 'expert_ahead'"),
         ("linear_rows", "name=value pairs between blanks, got 'linear_rows'"),
     ):  # fmt: skip
         monkeypatch.setenv("DSPINE_KERNELS_TRY", value)
