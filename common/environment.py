@@ -43,7 +43,7 @@ def kernel_variants() -> dict[str, str]:
             raise DSpineError(f"DSPINE_KERNELS_TRY must hold name=value pairs between blanks, got {part!r}")
         if name not in _VARIANTS and not name.startswith("linear_rows."):
             raise DSpineError(
-                f"DSPINE_KERNELS_TRY knows {', '.join(_VARIANTS)} and linear_rows.COLUMNSxSIZE, got {name!r}; see docs/kernels.md"
+                f"DSPINE_KERNELS_TRY knows {', '.join(_VARIANTS)} and linear_rows.COLUMNSxSIZE, got {name!r} (docs/kernels.md)"
             )
         found[name] = value
     return found
