@@ -39,9 +39,10 @@ def gdn_inputs(
 
 
 def gdn_verify(
-    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
+    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array, lengths: None = None
 ) -> tuple[mx.array, GdnFactors]:
-    """`common.gdn.gdn_verify` of one token: z = beta (v - e^g S k), o = e^g S q + (k q) z; S is read once for both."""
+    """`common.gdn.gdn_verify` of one token: z = beta (v - e^g S k), o = e^g S q + (k q) z; S is read once for both. lengths:
+    always None here, since `one_token` leaves blocks with lengths to the core."""
     batch, _, key_heads, size = q.shape
     value_heads, value_dim = v.shape[2:]
     key, query = k[:, 0].astype(mx.float32), q[:, 0].astype(mx.float32)
