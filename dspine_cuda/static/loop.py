@@ -185,7 +185,7 @@ class GraphDecoder:
     # -- timings for a calibration --------------------------------------------------------------------------------------
 
     def time_rounds(self, prompt: Sequence[int], params: DecodingParams, lengths: Iterator[int]) -> Iterator[tuple[int, float]]:
-        """`protocols.Rounds.time_rounds`: one round in flight at a time, from its launch to its report."""
+        """`protocols.Rounds.time_rounds`: one round in flight at a time, timed on the device."""
         plan = self.plan(params, StaticPolicy(), self.drafter)
         if isinstance(plan, str):
             raise DSpineError(f"graphs: rounds of this request cannot be timed: {plan}")
@@ -271,6 +271,11 @@ class StaticLoop(DecodingLoop):
             table = uniforms(self.params.sampling.seed, self.params.request, 0, count)[None]
         self.arena.start([self.cache.length], [self.anchor], [budget], self.params.stop_ids, table)
         self._started = True
+
+    @property
+    def round_seconds(self) -> float:
+        """Seconds that the newest settled round took on the device (without graphs: its steps, on the host's clock)."""
+        return self._runner.seconds
 
     def _next_mode(self) -> Mode:
         """Of the round that is launched next."""
