@@ -1,9 +1,9 @@
 """Batches as CUDA graphs: `protocols.Slots` over an arena of `max_concurrency` slots.
 
 Graphs are captured for the first 1, 2, 4, 8, .. slots (a round takes the smallest that reaches its last sequence), and of each
-for a few numbers of tokens: one without drafts and `WIDTHS` up to the block. How many of them a slot verifies, and whether it
-takes part at all, is read on the device (`SlotArena.limits`), so rounds of unequal sequences share a graph. Why not always the
-whole arena: a drafted round of 32 slots is 512 rows through every product, whoever is there.
+for a few numbers of tokens: one without drafts, and those of `SHARED` up to the block. How many of them a slot verifies, and
+whether it takes part at all, is read on the device (`SlotArena.limits`), so rounds of unequal sequences share a graph. Why not
+always the whole arena: a drafted round of 32 slots is 512 rows through every product, whoever is there.
 
 Each way of sampling (acceptance rule and parameters, without the seed) has graphs of its own, captured when they are first
 needed: while graphs are captured every slot is parked, so nobody notices but by the time it takes.
@@ -30,7 +30,7 @@ from dspine_cuda.targets.hybrid import HybridTarget
 from dspine_cuda.targets.moe import SparseMlp
 
 SHARE = 0.6  # of the free memory that an arena may take: prompts are read, and eager sequences run, beside it
-SMALLEST = 1024  # tokens a slot; where even these do not fit, batches stay eager
+SMALLEST = 1024  # tokens a slot; where even these do not fit, the start is refused
 TIMED = 4  # rounds of each graph that are timed at the start
 _KIND = ("greedy", SamplingParams())
 

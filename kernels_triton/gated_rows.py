@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import gating
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, contiguous, fetch, multiply, narrow, overlaps, power_of_2, sigmoid
-from dspine.kernels_triton.linear_rows import MAX_ROWS, ROWS, choose
+from dspine.kernels_triton._launch import contiguous, fetch, narrow, overlaps, power_of_2, sigmoid
+from dspine.kernels_triton.linear_rows import ROWS, choose, row_products, supports
 
 
 @triton.jit
@@ -33,17 +33,7 @@ def _gated_rows_kernel(
             line = tl.arange(0, FETCH // 64) * 64  # 128 bytes of bfloat16
             fetch(base[:, None] + tl.minimum(line, size - 1)[None, :])
         gdc_wait()
-    total = tl.zeros([16, 2 * BI], tl.float32)
-    for start in range(0, SIZE_PAD, BK):
-        lane = start + tl.arange(0, BK)
-        if EVEN:
-            left = tl.load(x + row[:, None] * size + lane[None, :], mask=(row < rows)[:, None], other=0.0)
-            right = tl.load(base[None, :] + lane[:, None])
-        else:
-            inside = lane < size
-            left = tl.load(x + row[:, None] * size + lane[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-            right = tl.load(base[None, :] + lane[:, None], mask=inside[:, None], other=0.0)
-        total += multiply(left, right)
+    total = row_products(x, base, row, rows, 0, size, 2 * BI, BK, SIZE_PAD, EVEN)
     gate, up = tl.split(tl.reshape(total, [16, BI, 2]))
     DTYPE: tl.constexpr = out.dtype.element_ty
     gate, up = narrow(gate, DTYPE).to(tl.float32), narrow(up, DTYPE).to(tl.float32)
@@ -51,11 +41,6 @@ def _gated_rows_kernel(
     column = tl.program_id(0) * BI + tl.arange(0, BI)
     inside = (row < rows)[:, None] & (column < inner)[None, :]
     tl.store(out + row.to(tl.int64)[:, None] * inner + column[None, :], narrow(active * up, DTYPE), mask=inside)
-
-
-def supports(x: Tensor, weight: Tensor) -> bool:
-    """Up to 64 rows, one dtype out of bfloat16 and float32, a contiguous weight."""
-    return x.dtype == weight.dtype and x.dtype in FLOATS and 1 <= x.shape[0] <= MAX_ROWS and weight.is_contiguous()
 
 
 def gated_rows(x: Tensor, weight: Tensor) -> Tensor:

@@ -52,20 +52,15 @@ class Launch:
     split: int = 1
 
 
-# measured on an H200 (`python -m benchmarks.kernels.decode --tune`): (columns, size) of a bfloat16 matrix -> its parameters.
-# Matrices that are not here take `_measured`; `linear_rows.COLUMNSxSIZE=columns,step,warps,stages,fetch,split` in
-# DSPINE_KERNELS_TRY replaces both for one matrix.
-TUNED: dict[tuple[int, int], Launch] = {}
-
-
 def choose(columns: int, size: int, dtype: torch.dtype) -> Launch:
-    """Launch parameters for a matrix [columns, size]."""
+    """Launch parameters for a matrix [columns, size]. `linear_rows.COLUMNSxSIZE=columns,step,warps,stages,fetch,split` in
+    DSPINE_KERNELS_TRY replaces those of a bfloat16 matrix."""
     if dtype == torch.float32:
         chosen = Launch(32, 64, 4, 3, 0)
     elif (given := kernel_variants().get(f"linear_rows.{columns}x{size}")) is not None:
         chosen = read_launch(given)
     else:
-        chosen = TUNED.get((columns, size)) or _measured(columns, size)
+        chosen = _measured(columns, size)
     columns, step = (programs_of(min(n, 512), least) for n, least in ((columns, chosen.columns), (size, chosen.step)))
     return replace(chosen, columns=columns, step=step)
 
@@ -97,6 +92,26 @@ def read_launch(text: str) -> Launch:
 
 
 @triton.jit
+def row_products(
+    x, base, row, rows, begin, size, BO: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """float32 [16, BO]: inputs [begin, begin + PART) of 16 rows times those of BO columns, whose first inputs stand at `base`.
+    EVEN: none of them lies behind `size`."""
+    total = tl.zeros([16, BO], tl.float32)
+    for start in range(0, PART, BK):
+        lane = begin + start + tl.arange(0, BK)
+        if EVEN:
+            left = tl.load(x + row[:, None] * size + lane[None, :], mask=(row < rows)[:, None], other=0.0)
+            right = tl.load(base[None, :] + lane[:, None])
+        else:
+            inside = lane < size
+            left = tl.load(x + row[:, None] * size + lane[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+            right = tl.load(base[None, :] + lane[:, None], mask=inside[:, None], other=0.0)
+        total += multiply(left, right)
+    return total
+
+
+@triton.jit
 def _linear_rows_kernel(
     x, weight, out, sums, counter, rows, columns, size, out_stride,
     BO: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, SPLIT: tl.constexpr,
@@ -113,17 +128,7 @@ def _linear_rows_kernel(
             line = begin + tl.arange(0, FETCH // 64) * 64  # 128 bytes of bfloat16
             fetch(base[:, None] + tl.minimum(line, size - 1)[None, :])
         gdc_wait()
-    total = tl.zeros([16, BO], tl.float32)
-    for start in range(0, PART, BK):
-        lane = begin + start + tl.arange(0, BK)
-        if EVEN:
-            left = tl.load(x + row[:, None] * size + lane[None, :], mask=(row < rows)[:, None], other=0.0)
-            right = tl.load(base[None, :] + lane[:, None])
-        else:
-            inside = lane < size
-            left = tl.load(x + row[:, None] * size + lane[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-            right = tl.load(base[None, :] + lane[:, None], mask=inside[:, None], other=0.0)
-        total += multiply(left, right)
+    total = row_products(x, base, row, rows, begin, size, BO, BK, PART, EVEN)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row.to(tl.int64)[:, None] * out_stride + column[None, :]
     if SPLIT == 1:

@@ -123,9 +123,6 @@ def compare(names: list[str], processes: int, floors: Any) -> list[dict[str, Any
     found = list(rows(tasks, floors, True))
     show_tuned(found)
     best = best_of(found)
-    print("\nfor TUNED in kernels_triton/linear_rows.py:")
-    for name, chosen in best.items():
-        print(f"    {MATRICES[name]}: Launch({', '.join(map(str, asdict(chosen).values()))}),  # {name}")
     products = as_variant(best)
     print(f"\nDSPINE_KERNELS_TRY='{products}'\n", flush=True)
     tuned_layers = [(layer, w, f"{ways[-1]};{products}") for layer, ways in VARIANTS.items() for w in (1, 16)]

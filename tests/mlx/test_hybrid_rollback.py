@@ -116,7 +116,7 @@ def test_r2_short_prompts(kind, count):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_r3_plain_rounds_in_between(kind):
     """Accepting, plain and rejecting rounds in turn, m = 1 and 2 among them, where the window mixes old and new."""
-    target = hybrid_target(kind, seed=2)  # one whose tokens are well conditioned: rounding stays small
+    target = hybrid_target(kind)
     cache = target.make_cache(128)
     logits = target.prefill(cache, ids([PROMPT]), chunk=64).logits
     rounds = [(6, 3), (1, 0), (4, 0), (1, 0), (3, 1), (16, 15), (2, 0), (5, 2), (1, 0), (9, 9)] * 3
