@@ -2,7 +2,7 @@
 
 End to end it is `static.loop` itself. Phases and lengths run the same steps, each as a graph of its own between two marks on
 the device's timeline; a product in front keeps the device busy while the host queues them, so that no gap of the host is timed.
-Replayed acceptance and replayed lengths are device work too: a table and a counter.
+Replayed acceptance and replayed lengths are device work too (`bench_replay`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspine.common.acceptance import Verdict
-from dspine.common.bench.contenders import LoopContender, Run, Task, TracePolicy
+from dspine.common.bench.contenders import LoopContender, Run, Task
 from dspine.common.bench.timing import PHASES
 from dspine.common.decoding import DecodingParams
 from dspine.common.errors import DSpineError
-from dspine.common.protocols import LengthPolicy, Timer
-from dspine.common.selection.policies import StaticPolicy
-from dspine_cuda.graphs import PLAIN, POLICY, GraphRunner, Runner, capture, staged
+from dspine.common.protocols import Timer
+from dspine_cuda.bench_replay import BenchDecoder, ReplayedRound, ReplayRules
+from dspine_cuda.graphs import PLAIN, POLICY, GraphRunner, Runner, body_of, capture, length_bodies, staged
 from dspine_cuda.static.arena import Arena, ArenaShape
-from dspine_cuda.static.loop import GraphDecoder, Plan, StaticLoop, pair_refusal
-from dspine_cuda.static.round import RoundRules, StaticRound
+from dspine_cuda.static.loop import StaticLoop, pair_refusal
+from dspine_cuda.static.round import StaticRound
+from dspine_cuda.static.switch import switch_support
 from dspine_cuda.timer import make_timer
 
 BUSY = 4096  # side of the product that keeps the device busy: about 0.2 ms on an H200
@@ -33,68 +33,26 @@ MakeRunner = Callable[[StaticRound], Runner]
 
 
 def contenders(target: Any, drafter: Any | None) -> list[StaticContender]:
-    """Graphs, where this pair can have them; see `refusal`."""
-    return [] if refusal(target, drafter) is not None else [StaticContender(target, drafter, make_timer(target.info.device))]
+    """Graphs, where this pair can have them (see `refusal`), and where rounds run through SWITCH nodes the same graphs launched
+    after a read of each length too."""
+    if refusal(target, drafter) is not None:
+        return []
+    timer = make_timer(target.info.device)
+    found = [StaticContender(target, drafter, timer)]
+    if drafter is not None and switch_support(torch.device(target.info.device))[0]:
+        found.append(StaticContender(target, drafter, timer, read_by_host))
+    return found
+
+
+def read_by_host(round_: StaticRound) -> GraphRunner:
+    """Graphs without SWITCH nodes, whatever the driver has."""
+    return GraphRunner(round_, conditional=False)
 
 
 def refusal(target: Any, drafter: Any | None) -> str | None:
     """Why graphs are not timed; None where they are."""
     device = torch.device(target.info.device)
     return f"no CUDA: the target is on {device}" if device.type != "cuda" else pair_refusal(target, drafter)
-
-
-class ReplayedRound(StaticRound):
-    """A round whose verdict is computed as ever and then replaced: the next of `counts` drafts are accepted, at most those that
-    were verified."""
-
-    def __init__(
-        self, target: Any, drafter: Any, arena: Arena, rules: RoundRules | None = None, counts: Sequence[int] = (0,)
-    ) -> None:
-        super().__init__(target, drafter, arena, rules)
-        self.counts = torch.tensor(counts, dtype=torch.int64, device=arena.device)
-        self.turn = torch.zeros(1, dtype=torch.int64, device=arena.device)
-
-    def _judge(self, logits: Tensor, draft: Tensor, limit: Tensor) -> Verdict:
-        verdict = super()._judge(logits, draft, limit)
-        count = self.counts.index_select(0, self.turn % len(self.counts))
-        self.turn.add_(1)
-        return Verdict(torch.minimum(count.to(verdict.accepted.dtype), limit), verdict.next_token)
-
-
-class BenchDecoder(GraphDecoder):
-    """A decoder that can replay acceptance (`counts`, None: the pair's own) and the lengths of a trace."""
-
-    counts: tuple[int, ...] | None = None
-
-    def make_round(self, rules: RoundRules) -> StaticRound:
-        """Replayed where `counts` says so."""
-        if self.counts is None:
-            return super().make_round(rules)
-        assert self.arena is not None
-        return ReplayedRound(self.target, self.drafter, self.arena, rules, self.counts)
-
-    def idle_arena(self, tokens: int) -> Arena:
-        """The arena for so many tokens, emptied, nothing in flight."""
-        self.prepare(tokens)
-        assert self.arena is not None
-        for runner in self._runners.values():
-            runner.drop()
-        self.arena.rewind()
-        return self.arena
-
-    def runner_key(self, plan: Plan) -> tuple[Any, ...]:
-        """Graphs hold the table of counts too."""
-        return *super().runner_key(plan), self.counts
-
-    def plan(self, params: DecodingParams, policy: LengthPolicy, drafter: Any | None) -> Plan | str:
-        """The lengths of a trace are known beforehand: a graph for each."""
-        if not isinstance(policy, TracePolicy) or drafter is None:
-            return super().plan(params, policy, drafter)
-        found = super().plan(params, StaticPolicy(), drafter)
-        if isinstance(found, str):
-            return found
-        most = drafter.config.block_size
-        return Plan(found.mode, found.rules, tuple(min(length, most) for length, _ in policy.trace.rounds))
 
 
 class Steps:
@@ -146,13 +104,26 @@ def phase_steps(round_: StaticRound, lengths: Sequence[int], drafting: bool) -> 
     return steps
 
 
+NAMES: dict[Any, str] = {GraphRunner: "graphs", read_by_host: "graphs-read"}
+
+
 class StaticContender:
     """`bench.contenders.Contender` over static rounds."""
 
     def __init__(self, target: Any, drafter: Any | None, timer: Timer, make_runner: MakeRunner = GraphRunner) -> None:
         self.target, self.drafter, self.timer = target, drafter, timer
-        self.name = "graphs" if make_runner is GraphRunner else "static steps"
+        self.name = NAMES.get(make_runner, "static steps")
+        self.for_chosen_lengths = make_runner is read_by_host  # of a fixed length it is the other one
         self.decoder = BenchDecoder(target, drafter, make_runner=make_runner)
+
+    @property
+    def how(self) -> str:
+        """How rounds run, once one has."""
+        return self.decoder.reason
+
+    def reserve(self, tokens: int) -> None:
+        """Room for the longest run at once: a larger arena later is all graphs again."""
+        self.decoder.prepare(tokens)
 
     # -- end to end --------------------------------------------------------------------------------------------------------
 
@@ -182,42 +153,32 @@ class StaticContender:
         plan = decoder.plan(self._params(task), task.policy, drafter)
         if isinstance(plan, str):
             raise DSpineError(f"graphs cannot run this: {plan}; time it without them")
-        decoder.idle_arena(len(task.prompt) + task.tokens)
+        arena = decoder.idle_arena(len(task.prompt) + task.tokens)
         round_ = decoder.make_round(plan.rules)
         mode = plan.mode if drafter is not None else PLAIN
-        lengths = self._lengths_of(plan, mode)
-        steps = phase_steps(round_, lengths, drafter is not None)
-        loop = self._loop(task)
-        while loop.reading_prompt:
-            loop.step()
-        loop._begin()
+        steps = phase_steps(round_, self._lengths_of(round_, mode), drafter is not None)
+        arena.rewind()
+        anchor = fill(self.target, drafter, arena, task.prompt)
+        arena.start([len(task.prompt)], [anchor], [task.tokens - 1], frozenset(), None)
         _restart(round_)
-        found = self._timed_rounds(round_, steps, mode, plan.sequence, task.tokens - 1)
-        loop.finish_reason = "length"  # the arena is free again
+        found = self._timed_rounds(round_, steps, mode, task.tokens - 1)
+        arena.rewind()
         return found
 
-    def _lengths_of(self, plan: Plan, mode: Any) -> list[int]:
+    @staticmethod
+    def _lengths_of(round_: StaticRound, mode: Any) -> list[int]:
         """Every length that a round may verify."""
         if mode == PLAIN:
             return [1]
-        if mode == POLICY:
-            return list(range(1, self.drafter.config.block_size + 1))  # type: ignore[union-attr]
-        return sorted({int(mode)} if not plan.sequence else {int(w) for w in plan.sequence})
+        return sorted(set(length_bodies(round_))) if mode == POLICY else [int(mode)]
 
-    def _timed_rounds(
-        self, round_: StaticRound, steps: Steps, mode: Any, sequence: Sequence[Any], budget: int
-    ) -> dict[str, list[float]]:
+    def _timed_rounds(self, round_: StaticRound, steps: Steps, mode: Any, budget: int) -> dict[str, list[float]]:
         """Rounds until the budget is used up; as many are queued before a read as cannot go beyond it."""
         marks: list[list[tuple[str, Any, Any]]] = []
         remaining = budget
+        w = 1 if mode == PLAIN else mode
         while remaining > 0:
-            longest = (
-                round_.rows if mode == POLICY else max((int(w) for w in sequence), default=1 if mode == PLAIN else int(mode))
-            )
-            for _ in range(-(-remaining // longest) if mode != POLICY else 1):
-                w = 1 if mode == PLAIN else mode
-                if sequence:
-                    w = sequence[len(marks) % len(sequence)]
+            for _ in range(1 if mode == POLICY else -(-remaining // w)):
                 marks.append(self._timed_round(round_, steps, w, drafting=mode != PLAIN))
             remaining = int(round_.arena.remaining[0])
         found: dict[str, list[float]] = {phase: [] for phase in PHASES}
@@ -243,13 +204,13 @@ class StaticContender:
         if not drafting:
             found.clear()  # copying the anchor is no draft
         if w == POLICY:
-            arena = round_.arena
+            arena, bodies = round_.arena, length_bodies(round_)
             if staged(round_):
-                upper = int(arena.upper[0])
+                upper = body_of(bodies, int(arena.upper[0]))
                 steps.keep_busy()
                 timed("stage 0", ("stage 0", upper))
                 timed("correction", "correction")
-            w = int(arena.chosen[0])
+            w = body_of(bodies, int(arena.chosen[0]))
             steps.keep_busy()
         timed("stage 1", ("stage 1", int(w)))
         timed("accept", ("accept", int(w)))
@@ -275,9 +236,19 @@ class StaticContender:
 
 
 def _restart(round_: Any) -> None:
-    """A replayed round begins its table again."""
+    """A replayed round begins its tables again."""
     if isinstance(round_, ReplayedRound):
-        round_.turn.zero_()
+        round_.restart()
+
+
+@torch.inference_mode()
+def fill(target: Any, drafter: Any | None, arena: Arena, prompt: Sequence[int]) -> int:
+    """Read a prompt into an empty arena's caches; the most likely next token."""
+    tokens = torch.tensor([list(prompt)], device=arena.device)
+    filled = target.prefill(arena.cache, tokens, chunk=PREFILL)
+    if drafter is not None:
+        drafter.commit(arena.draft_cache, filled.features)
+    return int(filled.logits[0, -1].argmax())
 
 
 class LengthSteps:
@@ -296,7 +267,7 @@ class LengthSteps:
         rows = max(*lengths, drafter.config.block_size if drafter is not None else 1)
         arena = self.arena = Arena(target, drafter, ArenaShape(len(prompt) + room, 1, rows))
         draws = np.random.default_rng(seed).integers(3, target.info.vocab_size, size=rows + 1)
-        round_ = ReplayedRound(target, drafter, arena, counts=(0,))
+        round_ = ReplayedRound(target, drafter, arena, ReplayRules(counts=(0,)))
         self.steps = Steps(arena.device)
         self.drafts = drafter is not None
         arena.block.copy_(torch.from_numpy(draws[None, :rows]).to(torch.int32))
@@ -307,11 +278,7 @@ class LengthSteps:
             self.steps.add(("verify", w), lambda w=w: round_.forward(w))
             self.steps.add(("rest", w), lambda w=w: (round_.accept(w), round_.commit()))
             self.steps.add(("round", w), lambda w=w: self._whole(round_, w))
-        tokens = torch.tensor([list(prompt)], device=arena.device)
-        with torch.inference_mode():
-            filled = target.prefill(arena.cache, tokens, chunk=PREFILL)
-            if drafter is not None:
-                drafter.commit(arena.draft_cache, filled.features)
+        fill(target, drafter, arena, prompt)
         arena.start([len(prompt)], [int(draws[-1])], [room], frozenset(), None)
 
     def _whole(self, round_: StaticRound, w: int) -> None:

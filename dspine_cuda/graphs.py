@@ -56,6 +56,22 @@ def staged(round_: StaticRound) -> bool:
     return split and round_.rules.corrected
 
 
+def length_bodies(round_: StaticRound) -> list[int]:
+    """The length whose graph runs where 1, 2, ... was chosen: the same one, or where `RoundRules.lengths` leaves it out the
+    next longer one (rows beyond a slot's budget never count). What is chosen beyond the last entry runs as that."""
+    rows, named = round_.arena.shape.rows, round_.rules.lengths
+    if named is None:
+        return list(range(1, rows + 1))
+    if not named or min(named) < 1 or max(named) > rows:
+        raise DSpineError(f"graphs: the lengths of a round must lie within 1..{rows}, got {named}; correct RoundRules.lengths")
+    return [min(w for w in named if w >= chosen) for chosen in range(1, max(named) + 1)]
+
+
+def body_of(bodies: list[int], chosen: int) -> int:
+    """As a SWITCH node looks it up: what lies outside goes to the first or the last."""
+    return bodies[min(max(chosen, 1), len(bodies)) - 1]
+
+
 def capture(function: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
     """Warm up and capture. Every slot of the arena must be idle; inference mode and the device are the caller's."""
     stream = torch.cuda.Stream(device)
@@ -95,13 +111,14 @@ class EagerRunner:
         if mode == PLAIN:
             round_.plain()
         elif mode == POLICY:
+            bodies = length_bodies(round_)
             round_.draft()
             if staged(round_):
-                round_.begin(int(arena.upper[0]))
+                round_.begin(body_of(bodies, int(arena.upper[0])))
                 round_.correct()
-                round_.finish(int(arena.chosen[0]))
+                round_.finish(body_of(bodies, int(arena.chosen[0])))
             else:
-                round_.verify(int(arena.chosen[0]))
+                round_.verify(body_of(bodies, int(arena.chosen[0])))
         else:
             round_.drafted(int(mode))
         self._reports.append((arena.report.cpu().numpy().copy(), perf_counter() - started))
@@ -178,8 +195,9 @@ class GraphRunner:
 
     def _capture_policy(self) -> None:
         round_, arena = self.round, self.round.arena
-        lengths = range(1, arena.shape.rows + 1)
-        graphs = {"draft": self._capture(round_.draft)}
+        bodies = length_bodies(round_)
+        lengths = sorted(set(bodies))
+        graphs: dict[Any, Any] = {"draft": self._capture(round_.draft)}
         if staged(round_):
             for u in lengths:
                 graphs["begin", u] = self._capture(lambda u=u: round_.begin(u))
@@ -193,9 +211,9 @@ class GraphRunner:
         parent = SwitchGraph(self.device)
         parent.child(graphs["draft"])
         if staged(round_):
-            parent.switch(arena.upper[:1], 1, [graphs["begin", u] for u in lengths])
+            parent.switch(arena.upper[:1], 1, [graphs["begin", u] for u in bodies])
             parent.child(graphs["correct"])
-        parent.switch(arena.chosen[:1], 1, [graphs["finish", w] for w in lengths])
+        parent.switch(arena.chosen[:1], 1, [graphs["finish", w] for w in bodies])
         self._switches[POLICY] = parent.finish()
 
     def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -226,12 +244,12 @@ class GraphRunner:
 
     def _launch_read(self) -> None:
         """The policy's graphs, each length read by the host."""
-        graphs, arena = self._graphs[POLICY], self.round.arena
+        graphs, arena, bodies = self._graphs[POLICY], self.round.arena, length_bodies(self.round)
         graphs["draft"].replay()
-        if ("begin", 1) in graphs:
-            graphs["begin", self._read(arena.upper)].replay()
+        if staged(self.round):
+            graphs["begin", body_of(bodies, self._read(arena.upper))].replay()
             graphs["correct"].replay()
-        graphs["finish", self._read(arena.chosen)].replay()
+        graphs["finish", body_of(bodies, self._read(arena.chosen))].replay()
 
     def _read(self, length: torch.Tensor) -> int:
         self._lengths.copy_(length[:1], non_blocking=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,27 @@ from dspine.common.protocols import Engine, LengthPolicy
 from dspine.common.selection.policies import StaticPolicy
 
 LONGEST = 16  # tokens that a verification takes at most
+PARTS = ("speed", "phases", "lengths")
+PLAIN, FULL, CHOSEN = "plain", "full", "speculative"  # decoding: without drafts, whole blocks verified, by the policy
 Progress = Callable[[str], None]
+Save = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class BenchSettings:
     """tokens: generated a run. lengths: of the latency curve. repetitions: of everything, interleaved. trace: acceptance is
-    replayed from it. warm_up: tokens before anything is timed. only: names of contenders (empty: all)."""
+    replayed from it, and full_trace: that of full verification (None: `trace` too). warm_up: tokens before anything is timed.
+    only: names of contenders (empty: all). parts: of `PARTS`."""
 
     tokens: int = 48
     lengths: tuple[int, ...] = tuple(range(1, LONGEST + 1))
     repetitions: int = 3
     seed: int = 0
     trace: Trace | None = None
+    full_trace: Trace | None = None
     warm_up: int = 8
     only: tuple[str, ...] = ()
+    parts: tuple[str, ...] = PARTS
 
     def __post_init__(self) -> None:
         for name in ("tokens", "repetitions"):
@@ -51,6 +58,9 @@ class BenchSettings:
             raise DSpineError(
                 f"--lengths must be within 1..{LONGEST} (input tokens, the anchor included), got {wrong or 'none'}"
             )
+        unknown = [part for part in self.parts if part not in PARTS]
+        if unknown or not self.parts:
+            raise DSpineError(f"--parts must name some of {', '.join(PARTS)}, got {', '.join(unknown) or 'none'}")
 
 
 @dataclass(frozen=True)
@@ -68,38 +78,53 @@ class Subject:
 
 
 def bench(
-    subject: Subject, prompts: Sequence[Sequence[int]], settings: BenchSettings, progress: Progress = lambda step: None
+    subject: Subject,
+    prompts: Sequence[Sequence[int]],
+    settings: BenchSettings,
+    progress: Progress = lambda step: None,
+    save: Save = lambda report: None,
 ) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """(report, rounds of the first contender's first pass with drafts as (verified, accepted)). Raises DSpineError."""
+    """(report, rounds of the first contender's first pass with drafts as (verified, accepted)). save: gets the report again
+    and again as it grows, `complete` False until the end. Raises DSpineError."""
     engine = subject.engine
     check_fit(subject, prompts, settings)
-    found = _chosen(contenders(subject.runtime, engine), settings.only)
+    found = _chosen(contenders(subject.runtime, engine), settings.only, subject.policy)
     timer = timer_of(subject.runtime, engine.target)
     progress("bandwidth")
     size = 1 << (28 if engine.target.info.device.startswith("cpu") else 30)
-    bandwidth = measure_bandwidth(engine.target.arrays, timer, nbytes=size)
-    rounds: list[tuple[int, int]] = []
-    rows = []
-    for contender in found:
-        progress(f"{contender.name}: end to end")
-        speed, recorded = end_to_end(contender, subject, prompts, settings)
-        rounds = rounds or recorded
-        progress(f"{contender.name}: phases")
-        phases = phase_rows(contender, subject, prompts[0], settings)
-        progress(f"{contender.name}: lengths")
-        curve = contender.lengths(prompts[0], settings.lengths, settings.repetitions, settings.seed)
-        rows.append({"name": contender.name, **speed, "phases": phases, "lengths": length_rows(curve)})
-    progress("floors")
-    floors = floor_rows(subject, prompts[0], settings, bandwidth["bytes_per_second"], timer)
-    return {
+    report: dict[str, Any] = {
+        "complete": False,
         "setup": setup(subject, prompts, settings, timer.source),
         "acceptance": settings.trace.label() if settings.trace is not None else "the pair's own",
+        "full_acceptance": settings.full_trace.label() if settings.full_trace is not None else None,
         "replayed": settings.trace is not None,
-        "bandwidth": bandwidth,
-        "contenders": rows,
-        "floors": floors,
+        "bandwidth": measure_bandwidth(engine.target.arrays, timer, nbytes=size),
+        "contenders": [{"name": contender.name, "phases": {}, "lengths": []} for contender in found],
+        "floors": {"lengths": [], "draft": None},
         **provenance(),
-    }, rounds
+    }
+    rounds: list[tuple[int, int]] = []
+    if "speed" in settings.parts:
+        for speeds, recorded in end_to_end(found, subject, prompts, settings, progress):
+            rounds = recorded
+            for row, speed in zip(report["contenders"], speeds, strict=True):
+                row.update(speed)
+            save(report)
+    for contender, row in zip(found, report["contenders"], strict=True):
+        if "phases" in settings.parts:
+            progress(f"{contender.name}: phases")
+            row |= phase_rows(contender, subject, prompts[0], settings)
+            save(report)
+        if "lengths" in settings.parts:
+            progress(f"{contender.name}: lengths")
+            curve = contender.lengths(prompts[0], settings.lengths, settings.repetitions, settings.seed)
+            row["lengths"] = length_rows(curve)
+            save(report)
+    if "lengths" in settings.parts:
+        progress("floors")
+        report["floors"] = floor_rows(subject, prompts[0], settings, report["bandwidth"]["bytes_per_second"], timer)
+    report["complete"] = True
+    return report, rounds
 
 
 def check_fit(subject: Subject, prompts: Sequence[Sequence[int]], settings: BenchSettings) -> None:
@@ -110,11 +135,13 @@ def check_fit(subject: Subject, prompts: Sequence[Sequence[int]], settings: Benc
         raise DSpineError(
             f"--context and --tokens ask for {longest} tokens, {engine.target.info.name} holds {context}: take fewer"
         )
-    if settings.trace is not None and engine.drafter is not None:
-        most, block = max(a for _, a in settings.trace.rounds), engine.drafter.config.num_proposals
+    for trace in (settings.trace, settings.full_trace):
+        if trace is None or engine.drafter is None:
+            continue
+        most, block = max(a for _, a in trace.rounds), engine.drafter.config.num_proposals
         if most > block:
             raise DSpineError(
-                f"trace {settings.trace.name} accepts up to {most} drafts a round, this drafter proposes {block}: take one of "
+                f"trace {trace.name} accepts up to {most} drafts a round, this drafter proposes {block}: take one of "
                 f"a pair with a block of {block + 1} or less"
             )
 
@@ -148,39 +175,91 @@ def graphs_refused(subject: Subject) -> str | None:
     return None if refusal is None else refusal(subject.engine.target, subject.engine.drafter)
 
 
+def kinds_of(subject: Subject) -> list[str]:
+    """What is decoded: whole blocks too where the policy is another."""
+    if subject.engine.drafter is None:
+        return [PLAIN]
+    whole = isinstance(subject.policy, StaticPolicy) and subject.policy.length is None
+    return [PLAIN, CHOSEN] if whole else [PLAIN, FULL, CHOSEN]
+
+
 def end_to_end(
-    contender: Contender, subject: Subject, prompts: Sequence[Sequence[int]], settings: BenchSettings
-) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """Tokens a second, plainly and with drafts, every repetition over all prompts; and the rounds of the first with drafts."""
-    kinds = [False] if subject.engine.drafter is None else [False, True]
-    runs: dict[bool, list[list[Run]]] = {kind: [[] for _ in range(settings.repetitions)] for kind in kinds}
-    for kind in kinds:
-        contender.run(make_task(subject, prompts[0], kind, settings, settings.warm_up))
+    found: Sequence[Contender],
+    subject: Subject,
+    prompts: Sequence[Sequence[int]],
+    settings: BenchSettings,
+    progress: Progress,
+) -> Iterator[tuple[list[dict[str, Any]], list[tuple[int, int]]]]:
+    """Tokens a second of every contender after each repetition, all kinds and contenders interleaved over all prompts; and
+    the rounds of the first contender's first repetition by the policy."""
+    turns = [(contender, kind) for contender in found for kind in kinds_of(subject)]
+    runs: dict[str, dict[str, list[list[Run]]]] = {c.name: {kind: [] for kind in kinds_of(subject)} for c in found}
+    for contender in found:
+        if (reserve := getattr(contender, "reserve", None)) is not None:
+            reserve(max(map(len, prompts)) + settings.tokens)
+    for contender, kind in turns:
+        progress(f"{contender.name}: {kind}, before anything is timed")
+        whole = kind == CHOSEN and not isinstance(subject.policy, StaticPolicy)  # other lengths are other kernels
+        contender.run(make_task(subject, prompts[0], kind, settings, None if whole else settings.warm_up))
+    recorded: list[tuple[int, int]] = []
     for repetition in range(settings.repetitions):
+        progress(f"end to end, repetition {repetition + 1} of {settings.repetitions}")
+        for passes in runs.values():
+            for each in passes.values():
+                each.append([])
         for index, prompt in enumerate(prompts):
-            turn = (index + repetition) % len(kinds)
-            for kind in kinds[turn:] + kinds[:turn]:
-                runs[kind][repetition].append(contender.run(make_task(subject, prompt, kind, settings)))
-    found: dict[str, Any] = {"plain": speed_row(runs[False])}
-    if True not in runs:
-        return found, []
-    drafted = [run for passes in runs[True] for run in passes]
-    found["speculative"] = speed_row(runs[True]) | {
-        "acceptance_length": sum(run.tokens for run in drafted) / max(sum(run.round_count for run in drafted), 1),
-        "round_ms": 1e3 * sum(run.seconds for run in drafted) / max(sum(run.round_count for run in drafted), 1),
-    }
-    found["speed_up"] = found["speculative"]["tokens_per_second"] / found["plain"]["tokens_per_second"]
-    if settings.trace is None:
-        pairs = [(a, b) for one, two in zip(runs[False], runs[True], strict=True) for a, b in zip(one, two, strict=True)]
-        found["same_text"] = sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs)
-    return found, [item for run in runs[True][0] for item in run.rounds]
+            turn = (index + repetition) % len(turns)
+            for contender, kind in turns[turn:] + turns[:turn]:
+                runs[contender.name][kind][repetition].append(contender.run(make_task(subject, prompt, kind, settings)))
+        if not repetition:
+            recorded = [item for run in runs[found[0].name].get(CHOSEN, [[]])[0] for item in run.rounds]
+        yield [speed_rows(contender, runs[contender.name], settings.trace is not None) for contender in found], recorded
 
 
-def make_task(subject: Subject, prompt: Sequence[int], draft: bool, settings: BenchSettings, tokens: int | None = None) -> Task:
-    """One run of this pair; acceptance from the trace where there is one."""
+def make_task(subject: Subject, prompt: Sequence[int], kind: str, settings: BenchSettings, tokens: int | None = None) -> Task:
+    """One run of this pair; acceptance from a trace where there is one."""
     policy = subject.policy.fresh() if isinstance(subject.policy, TracePolicy) else subject.policy
-    replay = tuple(accepted for _, accepted in settings.trace.rounds) if settings.trace is not None else None
-    return Task(prompt, tokens or settings.tokens, draft, replay if draft else None, policy)
+    trace = settings.trace
+    if kind == FULL:
+        policy, trace = StaticPolicy(), settings.full_trace or settings.trace
+    replay = tuple(accepted for _, accepted in trace.rounds) if trace is not None and kind != PLAIN else None
+    return Task(prompt, tokens or settings.tokens, kind != PLAIN, replay, policy)
+
+
+def speed_rows(contender: Contender, runs: dict[str, list[list[Run]]], replayed: bool) -> dict[str, Any]:
+    """The kinds of one contender, and their ratios: of medians."""
+    found: dict[str, Any] = {"how": getattr(contender, "how", None), PLAIN: speed_row(runs[PLAIN])}
+    plain = found[PLAIN]["tokens_per_second"]
+    for kind in (FULL, CHOSEN):
+        if kind not in runs:
+            continue
+        drafted = [run for passes in runs[kind] for run in passes]
+        count = max(sum(run.round_count for run in drafted), 1)
+        row = found[kind] = speed_row(runs[kind]) | {
+            "acceptance_length": sum(run.tokens for run in drafted) / count,
+            "round_ms": 1e3 * sum(run.seconds for run in drafted) / count,
+            "verified": verified_lengths(drafted),
+        }
+        row["over_plain"] = row["tokens_per_second"] / plain
+        if not replayed:
+            pairs = [(a, b) for one, two in zip(runs[PLAIN], runs[kind], strict=True) for a, b in zip(one, two, strict=True)]
+            row["same_text"] = sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs)
+    if CHOSEN in found:
+        found["speed_up"] = found[CHOSEN]["over_plain"]
+        found |= {name: found[CHOSEN][name] for name in ("same_text",) if name in found[CHOSEN]}
+    if FULL in found:
+        found["over_full"] = found[CHOSEN]["tokens_per_second"] / found[FULL]["tokens_per_second"]
+    return found
+
+
+def verified_lengths(runs: Sequence[Run]) -> dict[str, Any]:
+    """Mean, and rounds of each length; rounds that the end cut are left out."""
+    counted = Counter(verified for run in runs for verified, _ in run.rounds)
+    total = sum(counted.values())
+    return {
+        "mean": sum(w * n for w, n in counted.items()) / total if total else None,
+        "rounds": {str(w): counted[w] for w in sorted(counted)},
+    }
 
 
 def speed_row(passes: list[list[Run]]) -> dict[str, float]:
@@ -189,16 +268,19 @@ def speed_row(passes: list[list[Run]]) -> dict[str, float]:
     return {"tokens_per_second": statistics.median(speeds), "low": min(speeds), "high": max(speeds)}
 
 
-def phase_rows(
-    contender: Contender, subject: Subject, prompt: Sequence[int], settings: BenchSettings
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Seconds of each phase a round, of rounds with drafts and of plain ones."""
-    found = {}
-    for kind in [False] if subject.engine.drafter is None else [True, False]:
+def phase_rows(contender: Contender, subject: Subject, prompt: Sequence[int], settings: BenchSettings) -> dict[str, Any]:
+    """Seconds of each phase a round, of rounds with drafts and of plain ones. Of a trace only the commonest length is taken
+    (`phases_length`): every other one would be as many graphs again."""
+    found, length = {}, None
+    if isinstance(subject.policy, TracePolicy):
+        trace = subject.policy.trace
+        length = Counter(verified for verified, _ in trace.rounds).most_common(1)[0][0]
+        subject = replace(subject, policy=TracePolicy(replace(trace, rounds=((length, 0),))))
+    for kind in [PLAIN] if subject.engine.drafter is None else [CHOSEN, PLAIN]:
         spent = contender.phases(make_task(subject, prompt, kind, settings))
         rows = {name: spread_of(spent[name]) for name in PHASES if spent.get(name)}
-        found["speculative" if kind else "plain"] = {name: row for name, row in rows.items() if row["high"] > 0}
-    return found
+        found[kind] = {name: row for name, row in rows.items() if row["high"] > 0}
+    return {"phases": found, "phases_length": length}
 
 
 def spread_of(values: Sequence[float]) -> dict[str, float]:
@@ -252,10 +334,12 @@ def expert_hits(
     return {w: float(value) for w, value in counted.items()}, "counted"  # type: ignore[arg-type]
 
 
-def _chosen(found: list[Contender], only: tuple[str, ...]) -> list[Contender]:
-    """The contenders of these names; all where none is named. DSpineError for one that is not here."""
+def _chosen(found: list[Contender], only: tuple[str, ...], policy: LengthPolicy) -> list[Contender]:
+    """The contenders of these names; where none is named, those that the policy tells apart (`for_chosen_lengths`: one that a
+    fixed length does not). DSpineError for a name that is not here."""
     names = [contender.name for contender in found]
     missing = [name for name in only if name not in names]
     if missing:
         raise DSpineError(f"--only {','.join(missing)}: not here; this pair on this device has {', '.join(names)}")
-    return [contender for contender in found if not only or contender.name in only]
+    fixed = isinstance(policy, StaticPolicy)
+    return [c for c in found if c.name in only or not (only or (fixed and getattr(c, "for_chosen_lengths", False)))]

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from dspine.common.bench.floors import Sizes, folder_sizes
 from dspine.common.bench.plots import pyplot, write_plots
 from dspine.common.bench.presets import cut_layers, find_preset, plain_drafter
 from dspine.common.bench.random_weights import preset_folders
-from dspine.common.bench.run import LONGEST, BenchSettings, Subject, bench
+from dspine.common.bench.run import CHOSEN, FULL, LONGEST, PARTS, PLAIN, BenchSettings, Subject, bench
 from dspine.common.bench.shapes import target_tensors
 from dspine.common.bench.trace import Trace, load_trace, save_trace
 from dspine.common.cli.generate import preparing
@@ -76,21 +78,35 @@ class BenchOptions:
         str | None, flag("Replay acceptance: a file of --record-trace, or a shipped one: smollm2, hybrid-tiny.", _SHAPE)
     ] = None
 
+    full_trace: Annotated[
+        str | None,
+        flag("With --policy: the trace that full verification beside it replays; without it the one of --trace.", _SHAPE),
+    ] = None
+
     tokens: Annotated[int, flag("Tokens to generate a run.", _WORK)] = _DEFAULT.tokens
     prompts: Annotated[int, flag("How many of the built-in prompts.", _WORK)] = 2
     context: Annotated[int | None, flag("Prompt tokens; without it the prompts' own.", _WORK)] = None
     lengths: Annotated[str, flag("Lengths of the latency curve: `1-16`, or `1,2,4`.", _WORK)] = f"1-{LONGEST}"
     repetitions: Annotated[int, flag("Interleaved repetitions of everything.", _WORK)] = _DEFAULT.repetitions
-    policy: Annotated[str, flag("Tokens to verify a round, as in `dspine generate`; `trace`: those of the trace.", _WORK)] = (
-        "full"
-    )
+    policy: Annotated[
+        str,
+        flag(
+            "Tokens to verify a round, as in `dspine generate`; `trace`: those of the trace. Beside any other than `full`, "
+            "full verification is timed too.",
+            _WORK,
+        ),
+    ] = "full"
     calibration: Annotated[str | None, flag("Calibration file; else the one beside the drafter.", _WORK)] = None
-    only: Annotated[str | None, flag("Ways to run rounds, by commas: loop, graphs; without it all there are.", _WORK)] = None
+    only: Annotated[
+        str | None,
+        flag("Ways to run rounds, by commas: loop, graphs, graphs-read; without it all that differ under the policy.", _WORK),
+    ] = None
+    parts: Annotated[str, flag("Tables to make, by commas.", _WORK)] = ",".join(PARTS)
     seed: Annotated[int, flag("Order of the lengths, and random prompts.", _WORK)] = _DEFAULT.seed
 
     record_trace: Annotated[Path | None, flag("Write the accepted drafts of every round to this file.", _OUTPUT)] = None
     plots: Annotated[Path | None, flag("Folder for lengths.png and phases.png.", _OUTPUT)] = None
-    out: Annotated[Path | None, flag("Write the whole report (JSON) to this file.", _OUTPUT)] = None
+    out: Annotated[Path | None, flag("Write the report (JSON) to this file, again after every step.", _OUTPUT)] = None
     json: Annotated[bool, flag("The report as one JSON line on standard output, last.", _OUTPUT, "--json")] = False
     tune: Annotated[
         bool,
@@ -100,7 +116,7 @@ class BenchOptions:
 
 def bench_command(options: BenchOptions) -> None:
     """Time a pair end to end, phase by phase and by length, beside the floor that this machine's memory sets."""
-    console = Console(stderr=True, highlight=False)
+    console, started = Console(stderr=True, highlight=False), perf_counter()
     if options.tune:
         _tune(options, console)
         return
@@ -112,7 +128,13 @@ def bench_command(options: BenchOptions) -> None:
         assert settings.trace is not None
         subject = replace(subject, policy=TracePolicy(settings.trace))
     with console.status("starting") as status:
-        report, rounds = bench(subject, make_prompts(options, subject), settings, status.update)
+
+        def progress(step: str) -> None:
+            status.update(step)
+            console.print(f"{perf_counter() - started:7.1f} s  {step}", style="dim", markup=False)
+
+        report, rounds = bench(subject, make_prompts(options, subject), settings, progress, partial(_save, options.out))
+        progress("done")
     _write(options, subject, report, rounds, console)
 
 
@@ -131,6 +153,8 @@ def build_settings(options: BenchOptions) -> BenchSettings:
         (options.record_trace is not None and options.trace is not None, "--record-trace of a replayed run is no record"),
         (options.record_trace is not None and options.random_weights is not None, "--record-trace needs a real pair"),
         (options.record_trace is not None and options.no_draft, "--record-trace needs a drafter: drop --no-draft"),
+        (options.record_trace is not None and "speed" not in options.parts, "--record-trace needs the runs of --parts speed"),
+        (options.full_trace is not None and options.no_draft, "--full-trace replays what a drafter gained: drop --no-draft"),
     ]
     for wrong, text in refused:
         if wrong:
@@ -138,9 +162,14 @@ def build_settings(options: BenchOptions) -> BenchSettings:
     trace = load_trace(options.trace) if options.trace is not None else _default_trace(options)
     if options.policy == _TRACE_POLICY and trace is None:
         raise DSpineError("--policy trace takes the lengths of a trace: name one with --trace")
-    only = tuple(name.strip() for name in options.only.split(",")) if options.only else ()
+    full = load_trace(options.full_trace) if options.full_trace is not None else None
+    if full is not None and trace is None:
+        raise DSpineError("--full-trace goes with a replayed run: name its trace with --trace")
+    only, parts = (tuple(name.strip() for name in text.split(",")) for text in (options.only or "", options.parts))
     lengths = parse_lengths(options.lengths)
-    return BenchSettings(options.tokens, lengths, options.repetitions, options.seed, trace, only=only)
+    return BenchSettings(
+        options.tokens, lengths, options.repetitions, options.seed, trace, full, only=only if options.only else (), parts=parts
+    )
 
 
 def _default_trace(options: BenchOptions) -> Trace | None:
@@ -276,16 +305,24 @@ def _write(
         source |= {"commit": report["commit"], "date": datetime.now(UTC).date().isoformat(), "temperature": 0}
         save_trace(options.record_trace, subject.engine.drafter.config.block_size, rounds, source)  # type: ignore[union-attr]
         console.print(f"trace: {len(rounds)} rounds in {options.record_trace}", markup=False)
-    if options.out is not None:
-        try:
-            options.out.write_text(json_format.dumps(report, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise DSpineError(f"--out {options.out}: cannot be written ({error})") from error
+    _save(options.out, report)
     if options.plots is not None:
         for path in write_plots(report, options.plots):
             console.print(f"plot: {path}", markup=False)
     if options.json:
         sys.stdout.write(json_format.dumps(report) + "\n")
+
+
+def _save(path: Path | None, report: dict[str, Any]) -> None:
+    """The report as far as it goes, in place of an earlier one at once: a run that is cut leaves a whole file."""
+    if path is None:
+        return
+    beside = path.with_name(f"{path.name}.part")
+    try:
+        beside.write_text(json_format.dumps(report, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise DSpineError(f"--out {path}: cannot be written ({error})") from error
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -298,6 +335,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         "drafter": f"{facts['drafter'] or 'none'}  ({facts['method']}, block {facts['block_size']}, policy {facts['policy']})",
         "where": f"{facts['runtime']} on {facts['device']}, {machine['processor']}, {machine['cores']} cores",
         "acceptance": report["acceptance"],
+        **({"full": report["full_acceptance"]} if report["full_acceptance"] else {}),
         "work": f"context {facts['context']}, {facts['tokens']} tokens, {facts['repetitions']} repetitions, by {clock}",
         "bandwidth": f"{report['bandwidth']['bytes_per_second'] / 1e9:.1f} GB/s read (measured here)",
         "commit": report["commit"],
@@ -307,9 +345,12 @@ def show(report: dict[str, Any], console: Console) -> None:
     for label, text in lines.items():
         console.print(f"[dim]{label:<11}[/dim] {escape(text)}")
     for row in report["contenders"]:
-        console.print(_speeds(row, report))
-        console.print(_phases(row, report["replayed"]))
-        console.print(_lengths(row, report["floors"]))
+        if PLAIN in row:
+            console.print(_speeds(row, report))
+        if row["phases"]:
+            console.print(_phases(row, report["replayed"]))
+        if row["lengths"]:
+            console.print(_lengths(row, report["floors"]))
     draft = report["floors"]["draft"]
     if draft is not None:
         console.print(f"floor of a draft: {1e3 * draft['seconds']:.3f} ms ({draft['bytes'] / 1e6:.1f} MB)", markup=False)
@@ -323,20 +364,41 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _speeds(row: dict[str, Any], report: dict[str, Any]) -> Table:
-    table = _table(f"{row['name']}: end to end", "decoding", "tokens/s", "range", "x plain", "tokens a round", "same text")
-    plain = row["plain"]
-    table.add_row("plain", f"{plain['tokens_per_second']:.1f}", f"{plain['low']:.1f}-{plain['high']:.1f}", "1.00", "1.00", "")
-    if "speculative" in row:
-        fast = row["speculative"]
-        label = "speculative, acceptance REPLAYED" if report["replayed"] else "speculative"
-        same = "" if report["replayed"] else f"{row['same_text']:.0%}"
-        cells = (f"{fast['tokens_per_second']:.1f}", f"{fast['low']:.1f}-{fast['high']:.1f}", f"{row['speed_up']:.2f}")
-        table.add_row(label, *cells, f"{fast['acceptance_length']:.2f}", same)
+    headings = (
+        "decoding",
+        "tokens/s",
+        "range",
+        "x plain",
+        "x full",
+        "tokens a round",
+        "verified",
+        "lengths",
+        "ms",
+        "same text",
+    )
+    table = _table(f"{row['name']}: end to end", *headings)
+    if row.get("how"):
+        table.caption = row["how"]
+    policy, replayed = report["setup"]["policy"], ", acceptance REPLAYED" if report["replayed"] else ""
+    names = {PLAIN: "plain", FULL: f"full{replayed}", CHOSEN: f"{policy}{replayed}"}
+    full = row.get(FULL, row.get(CHOSEN))
+    for kind, label in names.items():
+        if kind not in row:
+            continue
+        fast, more = row[kind], ["1.00", "", "1.00", "", "", "", ""]
+        if kind != PLAIN:
+            verified, mean = fast["verified"], fast["verified"]["mean"]
+            same = f"{fast['same_text']:.0%}" if "same_text" in fast else ""
+            over = f"{fast['tokens_per_second'] / full['tokens_per_second']:.2f}"
+            more = [f"{fast['over_plain']:.2f}", over, f"{fast['acceptance_length']:.2f}"]
+            more += ["" if mean is None else f"{mean:.2f}", str(len(verified["rounds"])), f"{fast['round_ms']:.3f}", same]
+        table.add_row(label, f"{fast['tokens_per_second']:.1f}", f"{fast['low']:.1f}-{fast['high']:.1f}", *more)
     return table
 
 
 def _phases(row: dict[str, Any], replayed: bool) -> Table:
-    table = _table(f"{row['name']}: phases of a round, ms", "phase", *row["phases"])
+    length = f" of {row['phases_length']} tokens" if row["phases_length"] else ""
+    table = _table(f"{row['name']}: phases of a round{length}, ms", "phase", *row["phases"])
     if replayed:
         table.caption = "acceptance replayed"
     names = list(dict.fromkeys(name for phases in row["phases"].values() for name in phases))

@@ -61,12 +61,10 @@ def _closed(runner: Runner) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a request runs: `mode` of its drafted rounds, `rules` of its graphs. sequence: modes of the rounds one after another,
-    and around again, instead (`dspine bench` replays lengths)."""
+    """How a request runs: `mode` of its drafted rounds, `rules` of its graphs."""
 
     mode: Mode
     rules: RoundRules
-    sequence: tuple[Mode, ...] = ()
 
 
 class GraphDecoder:
@@ -237,7 +235,7 @@ class GraphDecoder:
         for each in self._runners.values():
             each.drop()
         self.arena.rewind()
-        for mode in {plan.mode, PLAIN, *plan.sequence}:  # break-even may switch drafting off
+        for mode in {plan.mode, PLAIN}:  # break-even may switch drafting off
             runner.prepare(mode)
         self.arena.rewind()  # warm-up wrote nothing live; the states' zeros are made sure of
         self._holder = weakref.ref(holder)
@@ -255,7 +253,7 @@ class StaticLoop(DecodingLoop):
         self._decoder, self._plan, self._started = decoder, plan, False
         self.mode, self.depth = plan.mode, 0  # of drafted rounds; rounds in flight, 0: as many as the runner takes
         super().__init__(decoder.target, drafter, prompt, params, policy)
-        self._in_flight = self._launched = 0
+        self._in_flight = 0
 
     def _make_caches(self, capacity: int) -> tuple[Any, Any]:
         """Those of the arena. `capacity` counts a block behind the last token; the arena adds its own."""
@@ -279,18 +277,14 @@ class StaticLoop(DecodingLoop):
 
     def _next_mode(self) -> Mode:
         """Of the round that is launched next."""
-        if self.drafter is None:
-            return PLAIN
-        sequence = self._plan.sequence
-        self._launched += 1
-        return sequence[(self._launched - 1) % len(sequence)] if sequence else self._plan.mode
+        return PLAIN if self.drafter is None else self.mode
 
     def _round(self) -> Round:
         """Start rounds as far ahead as the runner allows, and settle the oldest."""
         started = perf_counter()
         if not self._started:
             self._begin()
-        while self._in_flight < self._runner.depth:
+        while self._in_flight < (self.depth or self._runner.depth):
             self._runner.launch(self._next_mode())
             self._in_flight += 1
         report = read_report(self._runner.wait()[0])

@@ -30,12 +30,13 @@ from dspine_cuda.targets.hybrid import HybridTarget
 @dataclass(frozen=True)
 class RoundRules:
     """What is fixed while graphs are captured: acceptance rule, sampling parameters, and the tables of a device-side length
-    policy (None: a fixed length)."""
+    policy (None: a fixed length). lengths: those that it may choose, and that graphs are captured for (None: all)."""
 
     rule: str = "greedy"
     sampling: SamplingParams = SamplingParams()
     tables: LengthTables | None = None
     corrected: bool = False  # Eq. 6 on the router's picks too
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -336,9 +336,18 @@ def test_graphs_that_were_asked_for_and_cannot_run(pair):
 
 
 class Clocked(EagerRunner):
-    """Every round takes so long."""
+    """Every round takes so long; the modes that were launched are noted."""
 
     clock = 0.125
+
+    def __init__(self, round_):
+        super().__init__(round_)
+        self.launched = []
+
+    def launch(self, mode):
+        assert not self._reports, "one round in flight while rounds are timed"
+        self.launched.append(mode)
+        super().launch(mode)
 
     def wait(self):
         report = super().wait()
@@ -354,7 +363,10 @@ def test_rounds_are_timed_at_the_lengths_asked_for(pair):
     want = [e.token for e in decode(target, None, PROMPT, DecodingParams(max_tokens=25))]
     taken = iter(asked)
     loop, _ = decoder.loop(drafter, PROMPT, DecodingParams(max_tokens=25, break_even=0.0), StaticPolicy())
+    loop._runner.depth = 2
     rounds = list(timed_rounds(loop, taken))
+    assert loop._runner.launched == asked[: len(loop._runner.launched)], "each length is run, not only named"
+    loop._runner.depth = 1
     assert loop.output == want and rounds
     whole = 25 // WIDTH  # rounds that no end can have cut
     assert [w for w, _ in rounds][:whole] == asked[:whole] and len(rounds) < 25
