@@ -253,7 +253,7 @@ def speed_rows(contender: Contender, runs: dict[str, list[list[Run]]], replayed:
 
 
 def verified_lengths(runs: Sequence[Run]) -> dict[str, Any]:
-    """Mean, and rounds of each length; rounds that the end cut are left out."""
+    """Mean, and rounds of each length, the last of every run left out; the budget may have cut one before it."""
     counted = Counter(verified for run in runs for verified, _ in run.rounds)
     total = sum(counted.values())
     return {

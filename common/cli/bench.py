@@ -42,6 +42,7 @@ from dspine.common.tokenizer import encode_prompt
 
 _MODEL, _SHAPE, _WORK, _OUTPUT = "Model", "Random weights", "Work", "Output"
 _DEFAULT = BenchSettings()
+FILE_WIDTH = 120  # columns of the tables where no terminal sets them
 _TRACE_POLICY = "trace"
 PROMPTS = (
     "Explain how binary search works and when it fails.",
@@ -117,6 +118,8 @@ class BenchOptions:
 def bench_command(options: BenchOptions) -> None:
     """Time a pair end to end, phase by phase and by length, beside the floor that this machine's memory sets."""
     console, started = Console(stderr=True, highlight=False), perf_counter()
+    if not console.is_terminal:
+        console.width = max(console.width, FILE_WIDTH)
     if options.tune:
         _tune(options, console)
         return
@@ -131,7 +134,7 @@ def bench_command(options: BenchOptions) -> None:
 
         def progress(step: str) -> None:
             status.update(step)
-            console.print(f"{perf_counter() - started:7.1f} s  {step}", style="dim", markup=False)
+            console.print(f"{perf_counter() - started:7.1f} s  {step}", style="dim", markup=False, soft_wrap=True)
 
         report, rounds = bench(subject, make_prompts(options, subject), settings, progress, partial(_save, options.out))
         progress("done")
@@ -364,34 +367,21 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _speeds(row: dict[str, Any], report: dict[str, Any]) -> Table:
-    headings = (
-        "decoding",
-        "tokens/s",
-        "range",
-        "x plain",
-        "x full",
-        "tokens a round",
-        "verified",
-        "lengths",
-        "ms",
-        "same text",
-    )
+    headings = ("decoding", "tokens/s", "range", "x plain", "x full", "a round", "verified (lengths)", "ms", "same text")
     table = _table(f"{row['name']}: end to end", *headings)
-    if row.get("how"):
-        table.caption = row["how"]
-    policy, replayed = report["setup"]["policy"], ", acceptance REPLAYED" if report["replayed"] else ""
-    names = {PLAIN: "plain", FULL: f"full{replayed}", CHOSEN: f"{policy}{replayed}"}
+    notes = ["acceptance REPLAYED"] if report["replayed"] else []
+    table.caption = "; ".join([*notes, *([row["how"]] if row.get("how") else [])]) or None
     full = row.get(FULL, row.get(CHOSEN))
-    for kind, label in names.items():
+    for kind, label in ((PLAIN, "plain"), (FULL, "full"), (CHOSEN, report["setup"]["policy"])):
         if kind not in row:
             continue
-        fast, more = row[kind], ["1.00", "", "1.00", "", "", "", ""]
+        fast, more = row[kind], ["1.00", "", "1.00", "", "", ""]
         if kind != PLAIN:
-            verified, mean = fast["verified"], fast["verified"]["mean"]
-            same = f"{fast['same_text']:.0%}" if "same_text" in fast else ""
-            over = f"{fast['tokens_per_second'] / full['tokens_per_second']:.2f}"
-            more = [f"{fast['over_plain']:.2f}", over, f"{fast['acceptance_length']:.2f}"]
-            more += ["" if mean is None else f"{mean:.2f}", str(len(verified["rounds"])), f"{fast['round_ms']:.3f}", same]
+            mean, rounds = fast["verified"]["mean"], fast["verified"]["rounds"]
+            over = fast["tokens_per_second"] / full["tokens_per_second"]
+            more = [f"{fast['over_plain']:.2f}", f"{over:.2f}", f"{fast['acceptance_length']:.2f}"]
+            more += ["" if mean is None else f"{mean:.2f} ({len(rounds)})", f"{fast['round_ms']:.3f}"]
+            more.append(f"{fast['same_text']:.0%}" if "same_text" in fast else "")
         table.add_row(label, f"{fast['tokens_per_second']:.1f}", f"{fast['low']:.1f}-{fast['high']:.1f}", *more)
     return table
 

@@ -13,6 +13,7 @@ from dspine.common.bench import floors
 from dspine.common.bench.contenders import LengthRounds, LoopContender, Task, TracePolicy
 from dspine.common.bench.presets import cut_layers, find_preset, plain_drafter, preset_names
 from dspine.common.bench.random_weights import preset_folders, write_random
+from dspine.common.bench.run import _chosen
 from dspine.common.bench.shapes import target_tensors
 from dspine.common.bench.timing import PHASES, HostTimer, PhaseRecorder
 from dspine.common.bench.trace import SHIPPED, Trace, load_trace, save_trace
@@ -21,6 +22,7 @@ from dspine.common.cli.bench import parse_lengths
 from dspine.common.configs import parse_drafter_config
 from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.memory import plan_memory
+from dspine.common.selection.policies import StaticPolicy
 from tests.helpers.toys import ToyTarget, markov_logits, oracle_drafter
 
 PROMPT = [3, 5, 7]
@@ -96,6 +98,68 @@ def test_random_weights_replay_a_trace(dspine, small_array, tmp_path, monkeypatc
         assert report["floors"]["experts"] == "counted" and hit[0] == 2 <= hit[1] <= 6 and bytes_read[0] <= bytes_read[1]
     else:
         assert bytes_read[0] == bytes_read[1]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+def test_full_verification_stands_beside_a_traced_policy(dspine, small_array, tmp_path, monkeypatch):
+    """Lengths and acceptance of one trace, acceptance of the whole blocks from another; phases of the commonest length."""
+    monkeypatch.setenv("DSPINE_CACHE", str(tmp_path / "cache"))
+    trace, whole = (
+        written_trace(tmp_path / name, rounds) for name, rounds in (("t.json", [(3, 2), (2, 1), (3, 0)]), ("f.json", [(8, 5)]))
+    )
+    made = dspine(
+        "bench", "--backend", "torch", "--device", "cpu", "--random-weights", "toy-hybrid", "--layers", "4", "--trace", trace,
+        "--full-trace", whole, "--policy", "trace", "--tokens", "25", "--repetitions", "2", "--prompts", "1", "--context", "9",
+        "--parts", "speed,phases", "--json",
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    report = json.loads(made.out)
+    (row,) = report["contenders"]
+    assert report["setup"]["policy"] == "trace" and "f.json" in report["full_acceptance"] and report["complete"]
+    assert row["full"]["acceptance_length"] == 6 and row["full"]["verified"]["rounds"] == {"12": 2, "16": 4}
+    assert row["speculative"]["acceptance_length"] == 2 and row["speculative"]["verified"]["rounds"] == {"2": 8, "3": 14}
+    assert row["speculative"]["verified"]["mean"] == pytest.approx((2 * 8 + 3 * 14) / 22)
+    assert row["over_full"] == row["speculative"]["tokens_per_second"] / row["full"]["tokens_per_second"]
+    assert row["phases_length"] == 3 and row["lengths"] == [] and report["floors"]["lengths"] == []
+    assert "2.64 (2)" in made.err and "phases of a round of 3 tokens" in made.err
+
+
+def test_a_run_that_is_cut_keeps_what_it_measured(toy, dspine, small_array, tmp_path, monkeypatch):
+    """--out is whole JSON after every step, and the steps stand on stderr with their seconds."""
+    pair = ("--backend", "toy", "--model", toy / "model", "--draft-model", toy / "draft", *QUICK, "--context", "8")
+
+    def cut(self, task):
+        raise DSpineError("cut here")
+
+    monkeypatch.setattr(LoopContender, "phases", cut)
+    made = dspine("bench", *pair, "--policy", "static:3", "--out", tmp_path / "report.json")
+    assert made.code == 2 and "cut here" in made.err and " s  end to end, repetition 1 of 1" in made.err
+    report = json.loads((tmp_path / "report.json").read_text())
+    (row,) = report["contenders"]
+    assert not report["complete"] and set(row["speculative"]["verified"]["rounds"]) <= {"1", "2", "3"} and row["over_full"] > 0
+    assert row["full"]["same_text"] == row["speculative"]["same_text"] == 1.0 and row["phases"] == {}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("report")] == ["report.json"]
+    whole = dspine("bench", *pair, "--parts", "speed", "--json")
+    assert whole.code == 0 and "full" not in json.loads(whole.out)["contenders"][0] and "by length" not in whole.err
+    made = dspine("bench", *pair, "--parts", "speed", "--out", tmp_path / "nowhere" / "report.json")
+    assert made.code == 2 and "cannot be written" in made.err
+
+
+def test_contenders_that_only_chosen_lengths_tell_apart():
+    class Named:
+        def __init__(self, name, chosen=False):
+            self.name, self.for_chosen_lengths = name, chosen
+
+    found = [Named("loop"), Named("graphs"), Named("graphs-read", True)]
+
+    def names(only, policy):
+        return [contender.name for contender in _chosen(found, only, policy)]
+
+    assert names((), StaticPolicy()) == names((), StaticPolicy(4)) == ["loop", "graphs"]
+    assert names((), TracePolicy(Trace(8, ((3, 2),)))) == ["loop", "graphs", "graphs-read"]
+    assert names(("graphs-read", "graphs"), StaticPolicy()) == ["graphs", "graphs-read"]
+    with pytest.raises(DSpineError, match="--only read: not here; .* has loop, graphs, graphs-read"):
+        names(("read",), StaticPolicy())
 
 
 def test_replay_commits_what_the_trace_says_and_keeps_the_caches(toy_pair):
@@ -291,6 +355,10 @@ def test_damaged_traces_are_refused(dspine, tmp_path, content, said):
         (("--policy", "trace"), "name one with --trace"),
         (("--random-weights", "toy-dense", "--record-trace", "x.json"), "--record-trace needs a real pair"),
         (("--no-draft", "--trace", "smollm2"), "drop --no-draft"),
+        (("--no-draft", "--full-trace", "smollm2"), "drop --no-draft"),
+        (("--full-trace", "smollm2"), "name its trace with --trace"),
+        (("--parts", "speed,floors"), "--parts must name some of speed, phases, lengths, got floors"),
+        (("--record-trace", "x.json", "--parts", "phases"), "--record-trace needs the runs of --parts speed"),
         (("--random-weights", "toy-dense", "--model", "elsewhere"), "exclude each other"),
         (("--tune", "--backend", "toy"), "the toy runtime has none"),
     ],

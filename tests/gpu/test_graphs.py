@@ -255,9 +255,11 @@ def test_the_bench_times_graphs(pair):
     """Runs, replayed runs, phases and lengths as graphs between CUDA events: the rounds are the static steps'."""
     from dspine.common.bench.contenders import Task
 
-    (contender,) = RUNTIME.bench_contenders(*pair)
+    contender, *others = RUNTIME.bench_contenders(*pair)
     steps = StaticContender(*pair, RUNTIME.timer("cuda"), EagerRunner)
-    assert contender.name == "graphs" and RUNTIME.bench_refusal(*pair) is None
+    switches = switch_support(torch.device("cuda:0"))[0]
+    assert contender.name == "graphs" and [other.name for other in others] == ["graphs-read"] * switches
+    assert RUNTIME.bench_refusal(*pair) is None
     for task in (Task(PROMPT, 40, False), Task(PROMPT, 40, True), Task(PROMPT, 40, True, (3, 0, 5, 1))):
         got, want = contender.run(task), steps.run(task)
         assert (got.token_ids, got.rounds) == (want.token_ids, want.rounds)
@@ -276,11 +278,42 @@ def test_the_bench_times_phases_of_chosen_lengths(pairs, policy):
 
     pair = pairs["qwen3_5_moe_text"]
     task = Task(PROMPT, 40, True, policy=parse_policy(policy, routed_calibration()))
-    (contender,) = RUNTIME.bench_contenders(*pair)
+    contender, *_ = RUNTIME.bench_contenders(*pair)
     spent = contender.phases(task)
     assert len(set(map(len, spent.values()))) == 1 and all(s > 0 for s in spent["stage 1"])
     assert all((s > 0) == (policy == "hybridspec") for s in spent["stage 0"] + spent["correction"])
     contender.decoder.close()
+
+
+@pytest.mark.parametrize("policy", ["trace", "hybridspec"])
+def test_conditional_and_read_graphs_run_the_same_rounds(pairs, policy):
+    """Lengths of a trace and lengths of a calibration, through SWITCH nodes and after reads: the static steps' rounds; only the
+    trace's lengths are captured; plain and full rounds between them change nothing."""
+    from dspine.common.bench.contenders import Task, TracePolicy
+    from dspine.common.bench.trace import Trace
+
+    pair = pairs["qwen3_5_moe_text"]
+    trace = Trace(WIDTH, ((3, 2), (2, 1), (WIDTH, 6), (5, 0)))
+    chosen = Task(PROMPT, 60, True, policy=parse_policy("hybridspec", routed_calibration()))
+    if policy == "trace":
+        chosen = Task(PROMPT, 60, True, tuple(accepted for _, accepted in trace.rounds), TracePolicy(trace))
+    steps = StaticContender(*pair, RUNTIME.timer("cuda"), EagerRunner)
+    want = steps.run(chosen)
+    for contender in RUNTIME.bench_contenders(*pair):
+        contender.reserve(len(PROMPT) + 60)
+        for task in (chosen, Task(PROMPT, 60, True, (3, 0, 5)), Task(PROMPT, 60, False), chosen):
+            got = contender.run(task)
+            if task is chosen:
+                assert (got.token_ids, got.rounds, got.tokens) == (want.token_ids, want.rounds, want.tokens), contender.name
+        (runner,) = (r for r in contender.decoder._runners.values() if r.has(POLICY))
+        assert runner.conditional == (contender.name == "graphs" and switch_support(torch.device("cuda:0"))[0])
+        lengths = {key[1] for key in runner._graphs[POLICY] if key[0] == "finish"}
+        assert lengths == ({2, 3, 5, WIDTH} if policy == "trace" else set(range(1, WIDTH + 1)))
+        if policy == "trace":
+            assert [w for w, _ in got.rounds[:4]] == [3, 2, WIDTH, 5]
+            spent = contender.phases(chosen)
+            assert {len(seconds) for seconds in spent.values()} == {got.round_count} and all(s > 0 for s in spent["stage 0"])
+        contender.decoder.close()
 
 
 def test_early_launches_change_nothing(pair, monkeypatch):

@@ -12,9 +12,12 @@ from dspine.common.bench.timing import PHASES, HostTimer  # noqa: E402
 from dspine.common.bench.trace import Trace  # noqa: E402
 from dspine.common.errors import DSpineError  # noqa: E402
 from dspine.common.selection.policies import parse_policy  # noqa: E402
-from dspine_cuda.bench import StaticContender, refusal  # noqa: E402
-from dspine_cuda.graphs import EagerRunner  # noqa: E402
+from dspine_cuda import graphs  # noqa: E402
+from dspine_cuda.bench import StaticContender, read_by_host, refusal  # noqa: E402
+from dspine_cuda.bench_replay import BenchDecoder  # noqa: E402
+from dspine_cuda.graphs import POLICY, EagerRunner, GraphRunner, body_of, length_bodies, staged  # noqa: E402
 from dspine_cuda.runtime import RUNTIME  # noqa: E402
+from dspine_cuda.static.round import RoundRules  # noqa: E402
 from tests.helpers.models import one_thread  # noqa: E402
 from tests.torch.test_static_loop import PROMPT, WIDTH, pairs, routed_calibration  # noqa: E402, F401
 
@@ -73,6 +76,148 @@ def test_replayed_acceptance_and_lengths(pair):
     assert run.rounds[:4] == [(3, 2), (2, 1), (WIDTH, 6), (1, 0)]
     _, run = same(pair, Task(PROMPT, 12, True, (7,), TracePolicy(Trace(WIDTH, ((4, 0),)))))
     assert run.rounds[0] == (4, 3)
+
+
+TRACE = Trace(WIDTH, ((3, 2), (2, 1), (WIDTH, 6), (5, 0)))
+TRACED = Task(PROMPT, 24, True, tuple(accepted for _, accepted in TRACE.rounds), TracePolicy(TRACE))
+
+
+class Noted(EagerRunner):
+    """Notes modes, and what Stage 0 and Stage 1 were asked for."""
+
+    def __init__(self, round_):
+        super().__init__(round_)
+        self.modes, self.begun, self.verified = [], [], []
+        begin, accept = round_.begin, round_.accept
+        round_.begin = lambda u: (self.begun.append(u), begin(u))
+        round_.accept = lambda w: (self.verified.append(w), accept(w))
+
+    def launch(self, mode):
+        self.modes.append(mode)
+        super().launch(mode)
+
+
+def test_lengths_of_a_trace_are_the_devices(pair):
+    """Rounds of a policy, through Stage 0 and correction; the lengths are a table beside the arena, which the host can change
+    under way, and graphs are for those that occur."""
+    static = StaticContender(*pair, Ticks(), Noted)
+    run = static.run(TRACED)
+    (runner,) = (r for r in static.decoder._runners.values() if r.modes)
+    round_, hybrid = runner.round, hasattr(pair[0].make_cache(8), "states")
+    assert set(runner.modes) == {POLICY} and round_.rules.lengths == (2, 3, 5, WIDTH) and staged(round_) == hybrid
+    assert [w for w, _ in run.rounds[:4]] == [w for w, _ in TRACE.rounds] == runner.verified[:4]
+    assert runner.begun == (runner.verified if hybrid else [])
+    round_.lengths.fill_(5)
+    again = static.run(TRACED)
+    assert again.rounds[:4] == [(5, 2), (5, 1), (5, 4), (5, 0)]
+
+
+def test_plain_full_and_traced_rounds_take_turns(pair):
+    """Sets of graphs on one arena, each with its own tables, none of them the other's."""
+    static, loop = both(pair)
+    tasks = [TRACED, Task(PROMPT, 24, True, (3, 0, 5)), Task(PROMPT, 24, False), Task(PROMPT, 24, True)]
+    for task in [*tasks, *reversed(tasks)]:
+        got, want = static.run(task), loop.run(Task(task.prompt, task.tokens, task.draft, task.replay, fresh(task.policy)))
+        assert (got.token_ids, got.rounds) == (want.token_ids, want.rounds)
+    arena = static.decoder.arena
+    assert len([runner for runner in static.decoder._runners.values() if runner.round.arena is arena]) == 3  # plain rounds need no tables
+
+
+def fresh(policy):
+    return policy.fresh() if isinstance(policy, TracePolicy) else policy
+
+
+def test_phases_of_a_trace(pair):
+    found = StaticContender(*pair, Ticks(), EagerRunner).phases(TRACED)
+    hybrid = hasattr(pair[0].make_cache(8), "states")
+    count = StaticContender(*pair, Ticks(), EagerRunner).run(TRACED).round_count
+    for phase in ("stage 0", "correction"):
+        assert found[phase] == [float(hybrid)] * count
+    assert found["stage 1"] == [1.0] * count
+
+
+class Recorded:
+    """In place of a captured graph: what it would replay."""
+
+    def __init__(self, function):
+        self.replay = torch.inference_mode()(function)
+
+
+class Switches:
+    """In place of `SwitchGraph`: the same order of nodes, run by reading the lengths."""
+
+    def __init__(self, device):
+        self.nodes, self.bodies = [], []
+
+    def child(self, graph):
+        self.nodes.append(graph.replay)
+
+    def switch(self, length, first, made):
+        self.bodies.append(made)
+        self.nodes.append(lambda: made[min(max(int(length[0]) - first, 0), len(made) - 1)].replay())
+
+    def finish(self):
+        return self
+
+    def replay(self):
+        for node in self.nodes:
+            node()
+
+
+def pretended(round_, conditional):
+    """A `GraphRunner` without CUDA: its layout of graphs and its two ways to launch a policy's round."""
+    runner = GraphRunner.__new__(GraphRunner)
+    runner.round, runner.device, runner.conditional = round_, round_.arena.device, conditional
+    runner._graphs, runner._switches, runner._capture = {}, {}, Recorded
+    runner._read = lambda length: int(length[0])
+    runner._capture_policy()
+    return runner
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_conditional_and_read_graphs_lay_out_the_lengths_that_occur(pairs, monkeypatch, conditional):  # noqa: F811
+    monkeypatch.setattr(graphs, "SwitchGraph", Switches)
+    pair = pairs["qwen3_5_moe_text"]
+
+    class Pretended(EagerRunner):
+        def __init__(self, round_):
+            super().__init__(round_)
+            self.made = pretended(round_, conditional) if round_.rules.tables is not None else None
+
+        def launch(self, mode):
+            if mode != POLICY:
+                return super().launch(mode)
+            self.made._switches[POLICY].replay() if conditional else self.made._launch_read()
+            self._reports.append((self.round.arena.report.numpy().copy(), 0.0))
+
+    static = StaticContender(*pair, Ticks(), Pretended)
+    got, want = static.run(TRACED), StaticContender(*pair, Ticks(), EagerRunner).run(TRACED)
+    assert (got.token_ids, got.rounds) == (want.token_ids, want.rounds)
+    (made,) = (r.made for r in static.decoder._runners.values() if r.made is not None)
+    captured = set(made._graphs[POLICY])
+    assert captured == {"draft", "correct"} | {(part, w) for part in ("begin", "finish") for w in (2, 3, 5, WIDTH)}
+    if conditional:
+        by_length = made._graphs[POLICY]
+        assert made._switches[POLICY].bodies[1] == [by_length["finish", w] for w in (2, 2, 3, 5, 5, 8, 8, 8)]
+
+
+def test_the_body_of_a_length_that_has_none():
+    def round_of(lengths):
+        rules, arena = RoundRules(lengths=lengths), type("A", (), {"shape": type("S", (), {"rows": 8})})
+        return type("R", (), {"rules": rules, "arena": arena})
+
+    assert length_bodies(round_of(None)) == list(range(1, 9))
+    bodies = length_bodies(round_of((5, 2)))
+    assert bodies == [2, 2, 5, 5, 5] and [body_of(bodies, w) for w in (0, 1, 3, 5, 8)] == [2, 2, 5, 5, 5]
+    for wrong in ((), (0, 2), (9,)):
+        with pytest.raises(DSpineError, match="must lie within 1..8"):
+            length_bodies(round_of(wrong))
+
+
+def test_the_reading_contender_has_a_name_of_its_own(pair):
+    named = [StaticContender(*pair, Ticks(), make) for make in (GraphRunner, read_by_host, EagerRunner)]
+    assert [c.name for c in named] == ["graphs", "graphs-read", "static steps"]
+    assert [c.for_chosen_lengths for c in named] == [False, True, False] and isinstance(named[0].decoder, BenchDecoder)
 
 
 def test_phases_belong_to_their_steps(pair):
