@@ -331,6 +331,7 @@ class Slots(Protocol):
     count: int
     tokens: int  # committed tokens that a slot holds
     rows: int  # tokens that a round verifies at most
+    widths: Sequence[int]  # tokens each that drafted rounds are made for, up to `rows`: a shorter one costs the next of them
     reason: str  # how rounds run
     nbytes: int
 

@@ -45,6 +45,7 @@ class BatchRounds:
         finished = perf_counter()
         drafts = sum(proposal is not None for proposal in proposals)
         self.lengths.costs.observe(len(loops), sum(lengths), verified - drafted, drafts, drafted - started)
+        self.lengths.costs.observe_host(finished - verified)
         if any(loop.drafter is not None for loop in loops) and not any(pinned):  # rounds whose lengths are chosen here
             tokens = sum(len(result.events) for result in results if isinstance(result, Round))
             self.lengths.observe_round(len(loops), tokens, finished - started)

@@ -14,23 +14,25 @@ drafted round is expected to give fewer tokens a second than a plain one decodes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from dspine.common.decoding import DecodingLoop
-from dspine.common.protocols import Proposal
+from dspine.common.protocols import Proposal, Slots
 from dspine.common.selection.calibrated import NominalPolicy
-from dspine.common.serving.lengths import BatchLengths, CostTable
+from dspine.common.serving.lengths import BatchLengths, CostTable, Option
 
 SHARED = (2, 4, 8, 12, 16)
 _POOL_MEMORY = 0.98
 
 
 class SharedLengths(BatchLengths):
-    """`BatchLengths` with one length for every sequence that is not pinned."""
+    """`BatchLengths` with one length for every sequence that is not pinned, one of `widths`."""
 
-    def __init__(self, costs: CostTable) -> None:
+    def __init__(self, costs: CostTable, widths: Sequence[int] = SHARED) -> None:
         super().__init__(costs)
+        self.widths = widths
         self._pools: dict[int, tuple[float, float]] = {}  # batch -> tokens and seconds of its rounds, old ones fading
         self._expected = 0.0  # tokens a second of the round planned last: where a batch size starts
 
@@ -44,19 +46,22 @@ class SharedLengths(BatchLengths):
         old = self._pools.get(batch, (0.0, 0.0))
         self._pools[batch] = _POOL_MEMORY * old[0] + tokens, _POOL_MEMORY * old[1] + max(seconds, 1e-9)
 
-    def plan(self, loops: Sequence[DecodingLoop], limits: Sequence[int], pinned: Sequence[bool] = ()) -> list[int]:
-        """The planned lengths, before drafting: 1 everywhere where drafting is not expected to pay; a pinned sequence always
-        takes its limit."""
+    def weigh(
+        self, loops: Sequence[DecodingLoop], limits: Sequence[int], pinned: Sequence[bool] = ()
+    ) -> tuple[Option, Option | None]:
+        """The planned lengths, before drafting: `BatchLengths.weigh`."""
         fixed = _flags(pinned, len(loops))
         survival = [self.rate(loop) ** np.arange(1, max(limit, 1)) for loop, limit in zip(loops, limits, strict=True)]
-        options = [[limit if f else 1 for limit, f in zip(limits, fixed, strict=True)]]
-        options += [_lengths(w, limits, fixed) for w in _candidates(limits, fixed)]
-        seconds = self._verify(options)
-        seconds += [self._draft(lengths) for lengths in options]
-        rates = np.array([_tokens(survival, lengths) for lengths in options]) / seconds
-        best = int(np.argmax(rates))
-        self._expected = float(rates[best])
-        return options[best]
+        lengths = [[limit if f else 1 for limit, f in zip(limits, fixed, strict=True)]]
+        lengths += [_lengths(w, limits, fixed) for w in _candidates(limits, fixed, self.widths)]
+        device = self.device_seconds(loops, lengths)
+        options = [Option(tried, _tokens(survival, tried), float(s)) for tried, s in zip(lengths, device, strict=True)]
+        self._expected = max(self._rate(option) for option in options)
+        return options[0], max(options[1:], key=self._rate, default=None)
+
+    def device_seconds(self, loops: Sequence[DecodingLoop], options: Sequence[Sequence[int]]) -> np.ndarray:
+        """Seconds of verifying and drafting, [options]."""
+        return self._verify(options) + [self._draft(lengths) for lengths in options]
 
     def refine(
         self,
@@ -79,7 +84,7 @@ class SharedLengths(BatchLengths):
                 cap = loop.policy.nominal(proposal, limit)
             caps.append(cap)
             survival.append(found)
-        options = [_lengths(w, caps, fixed) for w in _candidates(caps, fixed)]
+        options = [_lengths(w, caps, fixed) for w in _candidates(caps, fixed, self.widths)]
         if not options:
             return [cap if is_fixed else 1 for cap, is_fixed in zip(caps, fixed, strict=True)]
         gains = np.array([_tokens(survival, tried) for tried in options])
@@ -94,14 +99,43 @@ class SharedLengths(BatchLengths):
         return self.costs.draft_seconds(drafting) if drafting else 0.0
 
 
+class GraphLengths(SharedLengths):
+    """Where rounds are graphs: every sequence of a round pays for the graph that runs, one of the slots' widths over the slots
+    that it reaches, so what lies within that width is free. The loops are `slots.SlotLoop`s."""
+
+    def __init__(self, costs: CostTable, slots: Slots) -> None:
+        super().__init__(costs, slots.widths)
+        self.slots = slots
+
+    def graph(self, loops: Sequence[Any], lengths: Sequence[int]) -> tuple[int, int]:
+        """Slots and tokens of the graph that runs."""
+        most = max(lengths)
+        width = next(w for w in self.widths if w >= most) if most > 1 else 1
+        return self.slots.reach(1 + max(loop.slot for loop in loops)), width
+
+    def device_seconds(self, loops: Sequence[Any], options: Sequence[Sequence[int]]) -> np.ndarray:
+        """`SharedLengths.device_seconds`, of the graphs."""
+        return np.array([self.graph_seconds(*self.graph(loops, lengths)) for lengths in options])
+
+    def graph_seconds(self, size: int, width: int) -> float:
+        """Seconds of a graph by the table."""
+        verify = float(self.costs.verify_seconds(size, np.array([size * width]))[0])
+        return verify + (self.costs.draft_seconds(size) if width > 1 else 0.0)
+
+    def observe_graph(self, size: int, width: int, seconds: float) -> None:
+        """A graph took so long on the device."""
+        drafting = self.costs.draft_seconds(size) if width > 1 else 0.0
+        self.costs.observe(size, size * width, max(seconds - drafting, 1e-6), 0, 0.0)
+
+
 def _flags(pinned: Sequence[bool], count: int) -> list[bool]:
     return list(pinned) or [False] * count
 
 
-def _candidates(limits: Sequence[int], fixed: Sequence[bool]) -> list[int]:
+def _candidates(limits: Sequence[int], fixed: Sequence[bool], widths: Sequence[int]) -> list[int]:
     """Shared lengths up to the first that covers the sequence with most room; none where no free sequence can draft."""
     longest = max((limit for limit, is_fixed in zip(limits, fixed, strict=True) if not is_fixed), default=1)
-    return [w for w in SHARED if w < longest] + [w for w in SHARED if w >= longest][:1] if longest > 1 else []
+    return [w for w in widths if w < longest] + [w for w in widths if w >= longest][:1] if longest > 1 else []
 
 
 def _lengths(w: int, limits: Sequence[int], fixed: Sequence[bool]) -> list[int]:

@@ -5,8 +5,9 @@ settles the oldest one. So lengths are chosen, and drafting is given up, one rou
 depend on the company. The device emits without looking for stop tokens or stop strings; the host cuts a text where it ends,
 and what the round under way makes of it behind that is thrown away.
 
-The shared length is that of `shared` before the drafts exist: by running acceptance and what rounds take; it never reads the
-drafts, so every acceptance rule stays lossless. A pinned sequence (a seed, a fixed length) keeps its own.
+The shared length is that of `shared.GraphLengths` before the drafts exist: by running acceptance and what rounds take on the
+device, or on the host where that is more; it never reads the drafts, so every acceptance rule stays lossless. A pinned
+sequence (a seed, a fixed length) keeps its own.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from dspine.common.errors import DSpineError
 from dspine.common.protocols import Drafter, Engine, LengthPolicy, Slots
 from dspine.common.sampling import SamplingParams, uniforms
 from dspine.common.selection.policies import StaticPolicy
+from dspine.common.serving.host_share import HostShare
 from dspine.common.serving.lengths import CostTable
-from dspine.common.serving.shared import SharedLengths
+from dspine.common.serving.shared import GraphLengths
 
 KINDS = 4  # ways of sampling that have graphs at once
 Kind = tuple[str, SamplingParams]
@@ -116,12 +118,15 @@ class SlotLoop(DecodingLoop):
 
 @dataclass(frozen=True)
 class Flight:
-    """A round under way: its sequences, where they were then, their limits, and what waits for it."""
+    """A round under way: its sequences, where they were then, their limits, its graph (slots and tokens each), what waits for
+    it, and when it was launched."""
 
     loops: list[SlotLoop]
     slots: list[int]
     limits: list[int]
+    graph: tuple[int, int]
     read: Callable[[], tuple[list[Any], float]]
+    launched: float
 
 
 class SlotRounds:
@@ -130,7 +135,8 @@ class SlotRounds:
     def __init__(self, engine: Engine, slots: Slots, costs: CostTable | None = None) -> None:
         """costs: what rounds take (None: measured here, which makes greedy rounds ready too)."""
         self.engine, self.slots, self.reason = engine, slots, slots.reason
-        self.lengths = SharedLengths(costs or CostTable(*slots.measure()))
+        self.lengths = GraphLengths(costs or CostTable(*slots.measure(), overlaps=True), slots)
+        self._host = HostShare()
         self._free = list(range(slots.count))  # a heap: low slots first, so few sequences need few
         self._held: dict[int, SlotLoop] = {}
         self._flights: dict[Kind, deque[Flight]] = {}
@@ -208,16 +214,21 @@ class SlotRounds:
         that has come back: a sequence has one, none yet, or two; an error ends it. `tell` may release sequences. Where this
         raises, none of them can go on; those that come later can."""
         try:
+            reading = any(not loop.begun for loop in self._held.values())
             for loop in loops:
                 if not loop.begun:
                     loop.begin()
             self._close_up()
+            self._host.begin(reading)
             for kind, flights in self._flights.items():
                 members = [loop for loop in loops if loop.kind == kind and self._goes_on(loop)]
                 if members:
                     self._launch(kind, members, tell)
                 while len(flights) > bool(members):
                     self._settle(flights.popleft(), tell)
+            took = self._host.end()
+            if took is not None:
+                self.lengths.costs.observe_host(took)
         except BaseException:
             for kind, flights in self._flights.items():
                 flights.clear()
@@ -247,6 +258,7 @@ class SlotRounds:
             limits[loop.slot] = length
         drafting = max(lengths) > 1 or any(loop.drafter is not None for loop in loops)
         if not self.slots.ready(kind, limits, drafting):
+            self._host.skip()
             for other in self._flights:  # what is made ready now finds the device at rest
                 self._drain(other, tell)
             loops = [loop for loop in loops if self._goes_on(loop)]
@@ -254,10 +266,11 @@ class SlotRounds:
                 return
             limits = [limit if any(loop.slot == slot for loop in loops) else 0 for slot, limit in enumerate(limits)]
         lengths = [limits[loop.slot] for loop in loops]
+        graph = self.lengths.graph(loops, lengths)
         for loop in loops:
             loop.launched += 1
-        read = self.slots.launch(kind, limits, drafting)
-        self._flights[kind].append(Flight(list(loops), [loop.slot for loop in loops], lengths, read))
+        launched, read = perf_counter(), self.slots.launch(kind, limits, drafting)
+        self._flights[kind].append(Flight(list(loops), [loop.slot for loop in loops], lengths, graph, read, launched))
 
     def _drain(self, kind: Kind, tell: Tell | None = None) -> None:
         """Read every round of this kind that is under way; without `tell` nobody is left in it."""
@@ -265,7 +278,7 @@ class SlotRounds:
             self._settle(self._flights[kind].popleft(), tell or _nobody)
 
     def _settle(self, flight: Flight, tell: Tell) -> None:
-        reports, seconds = flight.read()
+        reports, seconds = self._host.read(flight.read, flight.launched)
         for loop, slot, limit in zip(flight.loops, flight.slots, flight.limits, strict=True):
             if not self._goes_on(loop):
                 continue
@@ -278,9 +291,7 @@ class SlotRounds:
             loop.stats.verify_seconds += seconds
             self.lengths.observe(loop, len(result.drafts), result.accepted)
             tell(loop, result)
-        count, costs = len(flight.loops), self.lengths.costs
-        drafting = costs.draft_seconds(count) if max(flight.limits) > 1 else 0.0
-        costs.observe(count, sum(flight.limits), max(seconds - drafting, 1e-6), 0, 0.0)
+        self.lengths.observe_graph(*flight.graph, seconds)
 
 
 def _nobody(loop: SlotLoop, _: Round | DSpineError) -> None:

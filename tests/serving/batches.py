@@ -19,6 +19,8 @@ class FixedCosts(CostTable):
     def observe(self, *round_):
         pass
 
+    observe_host = observe
+
 
 FREE = FixedCosts({(2, 1): 1.0, (2, 8): 1.0}, {2: 0.01})  # rows cost nothing: everything is verified
 PROMPTS = [np.random.default_rng(i).integers(3, VOCAB, size=n).tolist() for i, n in enumerate((5, 17, 40, 9))]
