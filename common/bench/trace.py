@@ -29,11 +29,15 @@ class Trace:
         return 1 + sum(accepted for _, accepted in self.rounds) / len(self.rounds)
 
     def label(self) -> str:
-        """One line for every output that rests on it."""
+        """One line for every output that rests on it, with the policy it was recorded under and whose costs that read."""
         pair = " with ".join(str(self.source[key]) for key in ("model", "drafter") if key in self.source) or "an unnamed pair"
-        return (
+        found = (
             f"acceptance REPLAYED from {self.name}: {len(self.rounds)} rounds of {pair}, {self.acceptance_length:.2f} a round"
         )
+        if "policy" in self.source:
+            costs = f" by the costs of {self.source['costs']}" if "costs" in self.source else ""
+            found += f", recorded under policy {self.source['policy']}{costs}"
+        return found
 
 
 def save_trace(path: Path, block_size: int, rounds: Sequence[tuple[int, int]], source: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_format
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -38,6 +38,7 @@ from dspine.common.protocols import Engine
 from dspine.common.runtimes import AUTO, choose_runtime
 from dspine.common.selection.calibration import device_class
 from dspine.common.selection.choose import choose_policy
+from dspine.common.selection.prompts import Prompt, read_prompts
 from dspine.common.tokenizer import encode_prompt
 
 _MODEL, _SHAPE, _WORK, _OUTPUT = "Model", "Random weights", "Work", "Output"
@@ -76,7 +77,10 @@ class BenchOptions:
         ),
     ] = False
     trace: Annotated[
-        str | None, flag("Replay acceptance: a file of --record-trace, or a shipped one: smollm2, hybrid-tiny.", _SHAPE)
+        str | None,
+        flag(
+            "Replay acceptance: a file of --record-trace, or a shipped one: smollm2, hybrid-tiny (-full, -hybridspec).", _SHAPE
+        ),
     ] = None
 
     full_trace: Annotated[
@@ -85,7 +89,10 @@ class BenchOptions:
     ] = None
 
     tokens: Annotated[int, flag("Tokens to generate a run.", _WORK)] = _DEFAULT.tokens
-    prompts: Annotated[int, flag("How many of the built-in prompts.", _WORK)] = 2
+    prompts: Annotated[int, flag("How many of the built-in prompts, or of --prompt-file.", _WORK)] = 2
+    prompt_file: Annotated[
+        Path | None, flag("Prompts from a file: JSON lines with messages, turns or prompt; or text, one a line.", _WORK)
+    ] = None
     context: Annotated[int | None, flag("Prompt tokens; without it the prompts' own.", _WORK)] = None
     lengths: Annotated[str, flag("Lengths of the latency curve: `1-16`, or `1,2,4`.", _WORK)] = f"1-{LONGEST}"
     repetitions: Annotated[int, flag("Interleaved repetitions of everything.", _WORK)] = _DEFAULT.repetitions
@@ -146,7 +153,15 @@ def build_settings(options: BenchOptions) -> BenchSettings:
     refused = [
         (options.layers is not None and options.random_weights is None, "--layers goes with --random-weights"),
         (options.plain_drafter and options.random_weights is None, "--plain-drafter goes with --random-weights"),
-        (options.prompts < 1 or options.prompts > len(PROMPTS), f"--prompts must be 1..{len(PROMPTS)}, got {options.prompts}"),
+        (options.prompts < 1, f"--prompts must be at least 1, got {options.prompts}"),
+        (
+            options.prompts > len(PROMPTS) and options.prompt_file is None,
+            f"--prompts must be 1..{len(PROMPTS)} without --prompt-file, got {options.prompts}",
+        ),
+        (
+            options.prompt_file is not None and options.random_weights is not None,
+            "--prompt-file is text, and random weights have no tokenizer: drop it",
+        ),
         (options.context is not None and options.context < 1, f"--context must be at least 1, got {options.context}"),
         (
             options.random_weights is not None and options.model != EMBEDDED_NAME,
@@ -162,10 +177,10 @@ def build_settings(options: BenchOptions) -> BenchSettings:
     for wrong, text in refused:
         if wrong:
             raise DSpineError(text)
-    trace = load_trace(options.trace) if options.trace is not None else _default_trace(options)
+    trace, full = (load_trace(options.trace), None) if options.trace is not None else _default_traces(options)
     if options.policy == _TRACE_POLICY and trace is None:
         raise DSpineError("--policy trace takes the lengths of a trace: name one with --trace")
-    full = load_trace(options.full_trace) if options.full_trace is not None else None
+    full = load_trace(options.full_trace) if options.full_trace is not None else full
     if full is not None and trace is None:
         raise DSpineError("--full-trace goes with a replayed run: name its trace with --trace")
     only, parts = (tuple(name.strip() for name in text.split(",")) for text in (options.only or "", options.parts))
@@ -175,13 +190,16 @@ def build_settings(options: BenchOptions) -> BenchSettings:
     )
 
 
-def _default_trace(options: BenchOptions) -> Trace | None:
-    """Random weights accept nothing of their own: the shipped trace of the same kind of target, where its block fits."""
+def _default_traces(options: BenchOptions) -> tuple[Trace | None, Trace | None]:
+    """(trace, full verification's) for random weights, which accept nothing of their own: those of the same kind of target, where
+    its block fits. For lengths HybridSpec's on a hybrid, and beside it whole blocks of the same prompts."""
     if options.random_weights is None or options.no_draft:
-        return None
+        return None, None
     preset = find_preset(options.random_weights)
     hybrid = "text_config" in preset.config and preset.drafter["block_size"] >= LONGEST
-    return load_trace("hybrid-tiny" if hybrid else "smollm2")
+    if hybrid and options.policy == _TRACE_POLICY:
+        return load_trace("hybrid-tiny-hybridspec"), load_trace("hybrid-tiny-full")
+    return load_trace("hybrid-tiny" if hybrid else "smollm2"), None
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -277,10 +295,15 @@ def make_prompts(options: BenchOptions, subject: Subject) -> list[list[int]]:
         rng = np.random.default_rng(options.seed)
         size = options.context or min(2048, limit // 2)
         return [rng.integers(3, engine.target.info.vocab_size, size=size).tolist() for _ in range(options.prompts)]
+    texts: Sequence[Prompt] = PROMPTS
+    if options.prompt_file is not None:
+        texts = [row.prompt for row in read_prompts(options.prompt_file)]
+        if len(texts) < options.prompts:
+            raise DSpineError(f"--prompts {options.prompts}: {options.prompt_file} holds {len(texts)}; take fewer")
     if options.context is None:
-        return [encode_prompt(engine.tokenizer, text, limit=limit) for text in PROMPTS[: options.prompts]]
+        return [encode_prompt(engine.tokenizer, text, limit=limit) for text in texts[: options.prompts]]
     made = []
-    for text in PROMPTS[: options.prompts]:
+    for text in texts[: options.prompts]:
         ids = encode_prompt(engine.tokenizer, text, limit=limit)
         made.append((ids * (options.context // len(ids) + 1))[: options.context])
     return made
@@ -305,6 +328,7 @@ def _write(
     if options.record_trace is not None:
         facts = report["setup"]
         source = {key: facts[key] for key in ("model", "drafter", "runtime", "device", "dtype", "policy")}
+        source["prompts"] = len(facts["context"])
         source |= {"commit": report["commit"], "date": datetime.now(UTC).date().isoformat(), "temperature": 0}
         save_trace(options.record_trace, subject.engine.drafter.config.block_size, rounds, source)  # type: ignore[union-attr]
         console.print(f"trace: {len(rounds)} rounds in {options.record_trace}", markup=False)

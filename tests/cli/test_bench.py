@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from dspine.common.bench.shapes import target_tensors
 from dspine.common.bench.timing import PHASES, HostTimer, PhaseRecorder
 from dspine.common.bench.trace import SHIPPED, Trace, load_trace, save_trace
 from dspine.common.checkpoints import expected_tensors, read_header, read_tensor
-from dspine.common.cli.bench import parse_lengths
+from dspine.common.cli.bench import BenchOptions, build_settings, parse_lengths
 from dspine.common.configs import parse_drafter_config
 from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.memory import plan_memory
@@ -143,6 +144,16 @@ def test_a_run_that_is_cut_keeps_what_it_measured(toy, dspine, small_array, tmp_
     assert whole.code == 0 and "full" not in json.loads(whole.out)["contenders"][0] and "by length" not in whole.err
     made = dspine("bench", *pair, "--parts", "speed", "--out", tmp_path / "nowhere" / "report.json")
     assert made.code == 2 and "cannot be written" in made.err
+
+
+def test_prompts_of_a_file(toy, dspine, small_array, tmp_path):
+    pair = ("--backend", "toy", "--model", toy / "model", "--draft-model", toy / "draft", *QUICK, "--parts", "speed", "--json")
+    (tmp_path / "p.txt").write_text("ab\nabc\nab ab ab ab\n")
+    made = dspine("bench", *pair, "--prompt-file", tmp_path / "p.txt", "--prompts", "3")
+    assert made.code == 0, made.err
+    assert len(json.loads(made.out)["setup"]["context"]) == 3
+    made = dspine("bench", *pair, "--prompt-file", tmp_path / "p.txt", "--prompts", "5")
+    assert made.code == 2 and "holds 3; take fewer" in made.err
 
 
 def test_contenders_that_only_chosen_lengths_tell_apart():
@@ -310,10 +321,27 @@ def test_a_trace_comes_back(tmp_path):
         save_trace(tmp_path / "empty.json", 8, [], {})
 
 
-@pytest.mark.parametrize("name", ["smollm2", "hybrid-tiny"])
+@pytest.mark.parametrize("name", ["smollm2", "hybrid-tiny", "hybrid-tiny-full", "hybrid-tiny-hybridspec"])
 def test_shipped_traces_are_whole(name):
     trace = load_trace(name)
     assert (SHIPPED / f"{name}.json").is_file() and len(trace.rounds) >= 40 and 1.5 < trace.acceptance_length < trace.block_size
+
+
+def test_a_hybrid_shape_takes_hybridspecs_lengths_and_full_verification_of_the_same_prompts():
+    shape = BenchOptions(random_weights="Qwen/Qwen3.6-35B-A3B", policy="trace")
+    settings = build_settings(shape)
+    assert settings.trace.source["policy"] == "hybridspec" and "by the costs of Qwen3.6-35B-A3B" in settings.trace.label()
+    assert (
+        settings.full_trace.source["policy"] == "full"
+        and settings.trace.source["prompts"] == settings.full_trace.source["prompts"]
+    )
+    assert len({verified for verified, _ in settings.trace.rounds}) > 4
+    whole = build_settings(replace(shape, policy="full"))
+    assert (whole.trace.name, whole.full_trace) == ("hybrid-tiny.json", None)
+    named = build_settings(replace(shape, trace="hybrid-tiny", full_trace="hybrid-tiny-full"))
+    assert (named.trace.name, named.full_trace.name) == ("hybrid-tiny.json", "hybrid-tiny-full.json")
+    dense = build_settings(replace(shape, random_weights="Qwen/Qwen3-8B"))
+    assert (dense.trace.name, dense.full_trace) == ("smollm2.json", None)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +376,9 @@ def test_damaged_traces_are_refused(dspine, tmp_path, content, said):
         (("--lengths", "4,17"), "within 1..16"),
         (("--lengths", "5-2"), "within 1..16"),
         (("--lengths", "four"), "must look like"),
-        (("--prompts", "0"), "--prompts must be 1..4"),
+        (("--prompts", "0"), "--prompts must be at least 1"),
+        (("--prompts", "5"), "--prompts must be 1..4 without --prompt-file"),
+        (("--prompt-file", "x.jsonl", "--random-weights", "toy-dense"), "random weights have no tokenizer"),
         (("--tokens", "1"), "--tokens must be at least 2"),
         (("--repetitions", "0"), "--repetitions must be at least 1"),
         (("--context", "0"), "--context must be at least 1"),
