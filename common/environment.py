@@ -9,7 +9,7 @@ from pathlib import Path
 from dspine.common.errors import DSpineError
 
 _KERNEL_CHOICES = ("auto", "reference")
-_VARIANTS = ("attention_ahead", "experts_ahead", "gated_rows", "transition_pairs")
+_VARIANTS = ("attention_ahead", "experts_ahead", "gated_rows", "late_next", "transition_pairs")
 
 
 def kernel_choice() -> str:

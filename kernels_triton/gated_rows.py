@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import gating
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import contiguous, fetch, narrow, overlaps, power_of_2, sigmoid
+from dspine.kernels_triton._launch import contiguous, fetch, narrow, overlaps, power_of_2, sigmoid, variant
 from dspine.kernels_triton.linear_rows import ROWS, choose, row_products, supports
 
 
@@ -22,18 +22,22 @@ from dspine.kernels_triton.linear_rows import ROWS, choose, row_products, suppor
 def _gated_rows_kernel(
     x, weight, out, rows, inner, size,
     BI: tl.constexpr, BK: tl.constexpr, SIZE_PAD: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * 16 + tl.arange(0, 16)
     both = tl.arange(0, 2 * BI)
     wanted = tl.minimum(tl.program_id(0) * BI + both // 2, inner - 1)  # columns behind the last are not stored
     base = weight + ((both % 2) * inner + wanted).to(tl.int64) * size
     if OVERLAP:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         if FETCH > 0:
             line = tl.arange(0, FETCH // 64) * 64  # 128 bytes of bfloat16
             fetch(base[:, None] + tl.minimum(line, size - 1)[None, :])
         gdc_wait()
     total = row_products(x, base, row, rows, 0, size, 2 * BI, BK, SIZE_PAD, EVEN)
+    if OVERLAP and LATE:
+        gdc_launch_dependents()
     gate, up = tl.split(tl.reshape(total, [16, BI, 2]))
     DTYPE: tl.constexpr = out.dtype.element_ty
     gate, up = narrow(gate, DTYPE).to(tl.float32), narrow(up, DTYPE).to(tl.float32)
@@ -54,7 +58,8 @@ def gated_rows(x: Tensor, weight: Tensor) -> Tensor:
     _gated_rows_kernel[(triton.cdiv(inner, columns), triton.cdiv(rows, ROWS))](
         x.contiguous(), weight, out, rows, inner, size, BI=columns, BK=step, SIZE_PAD=triton.cdiv(size, step) * step,
         EVEN=size % step == 0, FETCH=power_of_2(min(chosen.fetch, size), 64) if chosen.fetch else 0, OVERLAP=overlap,
-        num_warps=chosen.num_warps, num_stages=chosen.stages, **({"launch_pdl": True} if overlap else {}),
+        LATE=variant("late_next", True), num_warps=chosen.num_warps, num_stages=chosen.stages,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return out
 

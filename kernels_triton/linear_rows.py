@@ -2,7 +2,9 @@
 
 Blocks of 16 rows whatever N is, and launch parameters that depend on the matrix alone: a row's bits do not depend on the
 rows beside it. Weights are constants, so a program asks the cache for its part of them before it waits for the launch in
-front (programmatic dependent launch): memory stays busy while one kernel ends and the next begins.
+front (programmatic dependent launch): memory stays busy while one kernel ends and the next begins. The next launch may begin
+once a program has its products, not before (`late_next=0` in `DSPINE_KERNELS_TRY`: at its start): programs that wait would take
+the place of programs that read.
 
 Few columns make few programs; `Launch.split` spreads each column's inputs over several. The last of them to end adds the
 sums of all, in their own order, so bits do not depend on who was last. The split depends on the matrix alone too.
@@ -33,6 +35,7 @@ from dspine.kernels_triton._launch import (
     overlaps,
     power_of_2,
     programs_of,
+    variant,
 )
 
 MAX_ROWS, ROWS = 64, 16
@@ -115,7 +118,7 @@ def row_products(
 def _linear_rows_kernel(
     x, weight, out, sums, counter, rows, columns, size, out_stride,
     BO: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """PART: inputs of one program, a multiple of BK. sums float32 [SPLIT, rows, columns] and counter: only where SPLIT > 1."""
     row = tl.program_id(1) * 16 + tl.arange(0, 16)
@@ -123,12 +126,15 @@ def _linear_rows_kernel(
     begin = tl.program_id(2) * PART
     base = weight + tl.minimum(column, columns - 1).to(tl.int64) * size  # columns behind the last are not stored
     if OVERLAP:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         if FETCH > 0:
             line = begin + tl.arange(0, FETCH // 64) * 64  # 128 bytes of bfloat16
             fetch(base[:, None] + tl.minimum(line, size - 1)[None, :])
         gdc_wait()
     total = row_products(x, base, row, rows, begin, size, BO, BK, PART, EVEN)
+    if OVERLAP and LATE:
+        gdc_launch_dependents()
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row.to(tl.int64)[:, None] * out_stride + column[None, :]
     if SPLIT == 1:
@@ -164,8 +170,8 @@ def launch(x: Tensor, weight: Tensor, out: Tensor, parameters: Launch | None = N
     _linear_rows_kernel[grid](
         x, weight, out, sums, counter, rows, columns, size, out.stride(0), BO=chosen.columns, BK=step, PART=part,
         EVEN=size % (step * chosen.split) == 0, FETCH=power_of_2(min(chosen.fetch, part), 64) if chosen.fetch else 0,
-        SPLIT=chosen.split, OVERLAP=overlap, num_warps=chosen.num_warps, num_stages=chosen.stages,
-        **({"launch_pdl": True} if overlap else {}),
+        SPLIT=chosen.split, OVERLAP=overlap, LATE=variant("late_next", True), num_warps=chosen.num_warps,
+        num_stages=chosen.stages, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 
