@@ -191,8 +191,8 @@ def build_settings(options: BenchOptions) -> BenchSettings:
 
 
 def _default_traces(options: BenchOptions) -> tuple[Trace | None, Trace | None]:
-    """(trace, full verification's) for random weights, which accept nothing of their own: those of the same kind of target, where
-    its block fits. For lengths HybridSpec's on a hybrid, and beside it whole blocks of the same prompts."""
+    """(trace, full verification's) for random weights, which accept nothing of their own: those of the same kind of target,
+    where its block fits. For lengths HybridSpec's on a hybrid, and beside it whole blocks of the same prompts."""
     if options.random_weights is None or options.no_draft:
         return None, None
     preset = find_preset(options.random_weights)
