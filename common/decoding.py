@@ -137,6 +137,9 @@ class DecodingLoop:
     committed; true ends the text at that token (stop strings), so nothing behind it is counted or cached.
     """
 
+    reader = "eager"  # what reads the prompt: rows that were made in another way may differ in their last bits
+    awaiting = False  # whether the next step waits for what the device is doing already
+
     def __init__(
         self,
         target: Target,

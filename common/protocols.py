@@ -323,9 +323,9 @@ class Rounds(Protocol):
 
 
 class Slots(Protocol):
-    """Rounds of several sequences without the CPU. A sequence takes a slot, is read into its caches by the target's own
-    `prefill` (and the drafter's `commit`), begins, and ends; rounds of the others do not touch it. kind: (acceptance rule,
-    sampling parameters with seed 0)."""
+    """Rounds of several sequences without the CPU. A sequence takes a slot, is read into its caches by `read` (where `piece` is
+    0 by the target's own `prefill` and the drafter's `commit`), begins, and ends; rounds of the others do not touch it. kind:
+    (acceptance rule, sampling parameters with seed 0)."""
 
     drafter: Any
     count: int
@@ -333,10 +333,21 @@ class Slots(Protocol):
     rows: int  # tokens that a round verifies at most
     widths: Sequence[int]  # tokens each that drafted rounds are made for, up to `rows`: a shorter one costs the next of them
     reason: str  # how rounds run
+    piece: int  # prompt tokens that `read` takes at most; 0: it cannot be used
+    prompts: str  # how prompts are read, and why
     nbytes: int
 
     def caches(self, slot: int, drafting: bool) -> tuple[Any, Any | None]:
         """Empty caches (the target's, the drafter's) over the memory of an idle slot."""
+        ...
+
+    def read(self, slot: int, start: int, tokens: Sequence[int]) -> Array:
+        """Queue the reading of up to `piece` prompt tokens behind the `start` that the slot's caches hold. Returns the logits
+        float32 [1, V] of the last one, which the next call writes over."""
+        ...
+
+    def later(self, array: Array) -> Callable[[], np.ndarray]:
+        """What waits for the array, and for nothing that is queued after this call."""
         ...
 
     def begin(self, slot: int, length: int, anchor: int, remaining: int, uniforms: np.ndarray | None) -> None:
@@ -376,6 +387,10 @@ class Slots(Protocol):
     def measure(self) -> tuple[dict[tuple[int, int], float], dict[int, float]]:
         """Seconds of verifying {(slots, tokens each): ..} and of drafting {slots: ..}; makes greedy rounds ready. Every slot
         must be idle."""
+        ...
+
+    def prepare_prompts(self, chunk: int) -> None:
+        """Make the reading of prompts in pieces of up to `chunk` tokens ready, as far as it is worth it before one has come."""
         ...
 
 

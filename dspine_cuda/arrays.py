@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_PINNED = 1 << 20  # bytes of an array up to which its way to CUDA does not hold the host up
 
 
 class TorchArrays:
@@ -19,7 +22,26 @@ class TorchArrays:
         """A NumPy array, list, number or tensor as a tensor of the same dtype on the device; host memory is never shared."""
         if isinstance(array, Tensor):
             return array.to(self.device)
-        return torch.tensor(np.asarray(array), device=self.device)
+        array = np.asarray(array)
+        if self.device.type == "cuda" and array.nbytes <= _PINNED:
+            return torch.tensor(array, pin_memory=True).to(self.device, non_blocking=True)
+        return torch.tensor(array, device=self.device)
+
+    def later(self, array: Tensor) -> Callable[[], np.ndarray]:
+        """What gives a NumPy copy of the array as it is now, waiting for nothing that is queued from here on."""
+        if self.device.type != "cuda":
+            copy = array.detach().clone()
+            return copy.numpy
+        copy = torch.empty(array.shape, dtype=array.dtype, pin_memory=True)
+        copy.copy_(array.detach(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+
+        def read() -> np.ndarray:
+            event.synchronize()
+            return copy.numpy()
+
+        return read
 
     def to_host(self, *arrays: Tensor) -> tuple[np.ndarray, ...]:
         """NumPy copies of the tensors (half-precision ones widened to float32), after ONE synchronisation."""

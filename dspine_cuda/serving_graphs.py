@@ -22,6 +22,7 @@ from dspine.common.errors import DSpineError
 from dspine.common.sampling import SamplingParams
 from dspine.common.serving.shared import SHARED
 from dspine_cuda.graphs import PLAIN, GraphRunner, Mode, Runner
+from dspine_cuda.serving_prompts import SlotPrompts
 from dspine_cuda.static.arena import GIB, ArenaShape, arena_bytes
 from dspine_cuda.static.loop import pair_refusal
 from dspine_cuda.static.round import Report, RoundRules, StaticRound, read_report
@@ -75,9 +76,11 @@ class SlotGraphs:
 
     def __init__(
         self, target: Any, drafter: Any | None, count: int, tokens: int,
-        make_runner: Callable[[StaticRound], Runner] | None = None,
+        make_runner: Callable[[StaticRound], Runner] | None = None, *, prompts: bool = True, pool: Any = None,
     ) -> None:  # fmt: skip
-        """make_runner: `EagerRunner` in tests (None: graphs). DSpineError where the pair has no static form, or no room."""
+        """make_runner: `EagerRunner` in tests (None: graphs). prompts: false reads them by the eager prefill. pool: memory of
+        the graphs (None: one is made; with a make_runner, prompts are read without graphs). DSpineError where the pair has no
+        static form, or no room."""
         refused = pair_refusal(target, drafter) or experts_refusal(target, count * _rows(drafter))
         if refused is not None:
             raise DSpineError(f"graphs: {refused}; use graphs off")
@@ -87,8 +90,11 @@ class SlotGraphs:
         self.widths = [*(w for w in SHARED if w < self.rows), self.rows] if drafter is not None else []
         self.sizes = [*(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < count), count]
         if make_runner is None:
-            make_runner = partial(GraphRunner, conditional=False, pool=torch.cuda.graph_pool_handle())
+            pool = torch.cuda.graph_pool_handle() if pool is None else pool
+            make_runner = partial(GraphRunner, conditional=False, pool=pool)
         self._make_runner = make_runner
+        self._prompts = SlotPrompts(target, drafter, self.arena, wanted=prompts, pool=pool)
+        self.piece, self.prompts = self._prompts.piece, self._prompts.reason
         self._views: dict[int, SlotView] = {}
         self._runners: dict[tuple[Hashable, int], Runner] = {}
         self.reason = f"batches of up to {count} slots of {self.tokens} tokens, one launch a round"
@@ -103,6 +109,18 @@ class SlotGraphs:
     def caches(self, slot: int, drafting: bool) -> tuple[Any, Any | None]:
         """`Slots.caches`."""
         return self.arena.caches(slot, drafting)
+
+    def read(self, slot: int, start: int, tokens: Sequence[int]) -> torch.Tensor:
+        """`Slots.read`."""
+        return self._prompts.read(slot, start, tokens)
+
+    def later(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
+        """`Slots.later`."""
+        return self.target.arrays.later(array)
+
+    def prepare_prompts(self, chunk: int) -> None:
+        """`Slots.prepare_prompts`."""
+        self._prompts.prepare(chunk)
 
     def begin(self, slot: int, length: int, anchor: int, remaining: int, uniforms: np.ndarray | None) -> None:
         """`Slots.begin`."""
@@ -154,6 +172,7 @@ class SlotGraphs:
         """Free the graphs."""
         for kind, _ in list(self._runners):
             self.drop(kind)  # type: ignore[arg-type]
+        self._prompts.close()
 
     def measure(self) -> tuple[dict[tuple[int, int], float], dict[int, float]]:
         """`Slots.measure`: captures the graphs of greedy rounds, too. Every slot must be idle."""

@@ -145,6 +145,7 @@ def _show(address: str, summary: dict[str, Any]) -> None:
         "policy": f"{summary['policy']}  ({summary['policy_reason']})" if summary["speculation"] else "-",
         "batching": f"{'on' if summary['batching'] else 'off'}  ({summary['batching_reason']})",
         "graphs": f"{'on' if summary['graphs'] else 'off'}  ({summary['graphs_reason']})",
+        "prompts": summary["prompts"],
         "memory": "not known"
         if most is None
         else f"caches take at most {most / _MIB:.0f} MiB "

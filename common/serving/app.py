@@ -45,7 +45,7 @@ def build_app(service: Service, scheduler: Scheduler, settings: ServerSettings, 
     async def health() -> Response:
         running, waiting = scheduler.occupancy
         state = {"status": "ok" if scheduler.alive else "stopping", "running": running, "waiting": waiting}
-        facts = {"model": settings.names[0], "speculation": service.engine.drafter is not None}
+        facts = {"model": settings.names[0], "speculation": service.engine.drafter is not None, "prompts": scheduler.prompts}
         return JSONResponse({**state, **facts}, status_code=200 if scheduler.alive else 503)
 
     @app.get("/metrics")

@@ -25,6 +25,7 @@ class Metrics:
         self.generated = Counter("dspine_generated_tokens", "Tokens of answers", registry=registry)
         self.rounds = Counter("dspine_rounds", "Rounds of sequences", registry=registry)
         self.rounds_by = Counter("dspine_rounds_by", "Rounds, by graphs or eager", ["way"], registry=registry)
+        self.pieces = Counter("dspine_prompt_pieces", "Pieces of prompts read, captured or eager", ["way"], registry=registry)
         self.drafted = Counter("dspine_drafted_tokens", "Drafts verified", registry=registry)
         self.accepted = Counter("dspine_accepted_tokens", "Drafts accepted", registry=registry)
         self.verified_at = Counter("dspine_drafted_at", "Drafts verified, by position", ["position"], registry=registry)

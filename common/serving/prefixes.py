@@ -6,7 +6,7 @@ nothing. Sequences that are still running lend their rows too. Everything here r
 Exact reuse: in bfloat16 the bits of a row depend on how many rows were computed with it, and one bit is enough to turn a near
 tie, so a warm answer could part from a cold one. Prompts are therefore read in chunks that end at multiples of `grain`, and
 only whole chunks of a prompt are reused: rows that a cold run would compute in the very same way. Rows of answers (verified
-block by block) are reused only with `exact=False`.
+block by block) and rows of another reader (`DecodingLoop.reader`: graphs may read prompts) are reused only with `exact=False`.
 
 States of linear attention cannot be cut to fewer tokens. For targets that have them (`ops.cuts` is false) snapshots are taken
 while a prompt is read, at two places: its last whole grain, where the next turn of the conversation goes on, and the grain up
@@ -30,12 +30,13 @@ MIN_TOKENS = 8  # below this a copy costs as much as the tokens
 
 @dataclass(eq=False)
 class Entry:
-    """A kept prefix. `tokens` int32 [n]: what the rows belong to."""
+    """A kept prefix. `tokens` int32 [n]: what the rows belong to; reader: what made them."""
 
     tokens: np.ndarray
     saved: Any
     nbytes: int
     drafts: bool
+    reader: str
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
@@ -72,7 +73,7 @@ class PrefixCache:
         wanted, most = loop.prompt, len(loop.prompt) - 1  # one token must be left: its logits start the answer
         drafts = loop.draft_cache is not None
         best, source, shared = MIN_TOKENS - 1, None, 0
-        for entry in self._entries:
+        for entry in self._of(loop):
             common = common_length(entry.tokens, wanted)
             length = self._whole(min(common, most))
             shared = max(shared, length)
@@ -83,6 +84,8 @@ class PrefixCache:
         if not self._cuts:
             self._places[loop] = {place for place in (shared, self._whole(most)) if place > max(best, MIN_TOKENS - 1)}
         for tokens, other in others if self._cuts else ():
+            if self.exact and other.reader != loop.reader:
+                continue
             length = self._whole(min(common_length(tokens, wanted), self._lasting(other, len(tokens)), most))
             if length > best and (other.draft_cache is not None or not drafts):
                 best, source = length, other
@@ -121,7 +124,7 @@ class PrefixCache:
         if size > self.limit or len(tokens) < MIN_TOKENS:
             return False
         drafts = loop.draft_cache is not None
-        for entry in list(self._entries):
+        for entry in self._of(loop):
             shared = common_length(entry.tokens, tokens)
             if shared == len(tokens) and entry.drafts >= drafts and (self._cuts or shared == len(entry.tokens)):  # known
                 self._entries.remove(entry)
@@ -132,9 +135,14 @@ class PrefixCache:
                 self._drop(entry)
         while self.nbytes + size > self.limit:
             self._drop(self._entries[0])
-        self._entries.append(Entry(tokens, self._ops.save(loop.cache, loop.draft_cache, len(tokens)), size, drafts))
+        saved = self._ops.save(loop.cache, loop.draft_cache, len(tokens))
+        self._entries.append(Entry(tokens, saved, size, drafts, loop.reader))
         self.nbytes += size
         return True
+
+    def _of(self, loop: DecodingLoop) -> list[Entry]:
+        """Entries that this loop may start from, oldest use first."""
+        return [entry for entry in self._entries if not self.exact or entry.reader == loop.reader]
 
     def _whole(self, length: int) -> int:
         return length - length % self.grain

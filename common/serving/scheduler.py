@@ -190,12 +190,18 @@ class Scheduler:
             if self.engine.rounds is not None:
                 made = self.engine.rounds.slots(self.settings.max_concurrency, self.settings.slot_tokens)
                 self.slots = SlotRounds(self.engine, made)
+                made.prepare_prompts(self.settings.chunk)
         self._opened = True
 
     @property
     def rounds(self) -> Rounds | None:
         """Rounds without the CPU of one sequence, for a server of one sequence; `slots` are those of several."""
         return self.engine.rounds if self.settings.max_concurrency == 1 else None
+
+    @property
+    def prompts(self) -> str:
+        """How prompts are read, and why: `captured: ...` or `eager: ...`; requests without a slot always eagerly."""
+        return "eager: only batches as graphs (--graphs on) capture it" if self.slots is None else self.slots.slots.prompts
 
     @property
     def batches(self) -> bool:
@@ -254,21 +260,27 @@ class Scheduler:
             self._remove(job, keep=True)
 
     def _read_prompts(self) -> None:
-        """Up to `prefill_chunk` prompt tokens in all; jobs that are reading take turns."""
+        """Up to `prefill_chunk` prompt tokens in all; jobs that are reading take turns. Who only waits for the first token,
+        asked for one turn ago, comes first."""
         budget = self.settings.prefill_chunk
         reading = [job for job in self._running if job.loop.reading_prompt]  # type: ignore[union-attr]
         self._turn += 1
-        for job in reading[self._turn % len(reading) :] + reading[: self._turn % len(reading)] if reading else ():
+        order = reading[self._turn % len(reading) :] + reading[: self._turn % len(reading)] if reading else []
+        for job in sorted(order, key=lambda job: not job.loop.awaiting):  # type: ignore[union-attr]
             while budget > 0 and job in self._running and job.loop.reading_prompt:  # type: ignore[union-attr]
                 before = job.loop.committed  # type: ignore[union-attr]
                 self._alone(job)
                 budget -= max(job.loop.committed - before, 1)  # type: ignore[union-attr]
+                if job.loop.awaiting:  # type: ignore[union-attr]  # the round is started first
+                    break
 
     def _alone(self, job: Job) -> None:
         """The next step of one sequence."""
         loop = job.loop
         assert loop is not None
         way = "prefill" if loop.reading_prompt else job.way
+        if loop.reading_prompt and not loop.awaiting:
+            self.metrics.pieces.labels(loop.reader).inc()
         try:
             result = loop.step()
             self.prefixes.passed(loop)

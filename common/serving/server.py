@@ -48,6 +48,7 @@ class Server:
             "batching_reason": scheduler.support.reason,
             "graphs": scheduler.rounds is not None or scheduler.slots is not None,
             "graphs_reason": self.graphs_reason,
+            "prompts": scheduler.prompts,
             "max_concurrency": settings.max_concurrency,
             "max_queue": settings.max_queue,
             "prefix_cache_bytes": scheduler.prefixes.limit,

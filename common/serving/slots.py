@@ -27,13 +27,14 @@ from dspine.common.selection.policies import StaticPolicy
 from dspine.common.serving.host_share import HostShare
 from dspine.common.serving.lengths import CostTable
 from dspine.common.serving.shared import GraphLengths
+from dspine.common.serving.slot_prompts import PromptLoop
 
 KINDS = 4  # ways of sampling that have graphs at once
 Kind = tuple[str, SamplingParams]
 Tell = Callable[["SlotLoop", Round | DSpineError], None]
 
 
-class SlotLoop(DecodingLoop):
+class SlotLoop(PromptLoop):
     """A sequence whose caches are a slot. Its own steps read the prompt; its rounds are `SlotRounds.run`'s."""
 
     def __init__(
@@ -70,11 +71,6 @@ class SlotLoop(DecodingLoop):
         self.slot = to
         for cache in self._counted():
             cache.length = length
-
-    def _counted(self) -> list[Any]:
-        """Everything that counts committed tokens, once each."""
-        found = (self.cache, getattr(self.cache, "kv", None), self.draft_cache)
-        return list({id(cache): cache for cache in found if cache is not None}.values())
 
     @property
     def top(self) -> int:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspine.common.attention import block_attention
 from dspine.common.norms import add_rms_norm
 from dspine_cuda.static.arena import Arena
 from dspine_cuda.static.steps import Where, few_rows, gated, place_inputs
@@ -38,13 +37,20 @@ class StaticDense:
         return tokens
 
     def finish(self, stage: Tensor, w: int, live: Tensor) -> StaticOutput:
-        """The first w tokens of each slot, of which live int32 [B] count; K/V go behind the committed ones.
+        """The first w tokens of each slot, of which live int32 [B] count; K/V go behind the committed ones."""
+        arena = self.arena
+        where = Where(arena.lengths, live, arena.cos[:, 0], arena.sin[:, 0], w)
+        normed, features = self.run(stage[:, :w], where)
+        logits = few_rows(self.target._head, normed)[: where.batch * w]  # greedy acceptance needs no wider copy
+        return StaticOutput(logits.view(where.batch, w, -1), features)
+
+    def run(self, tokens: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+        """All layers over tokens int [B, w]: their rows after the last norm [at least B w, H], and the features [B, w, F].
 
         Every residual sum runs with the norm behind it, so a layer leaves its update for the next one to add.
         """
-        target, arena = self.target, self.arena
-        where = Where(arena.lengths, live, arena.cos[:, 0], arena.sin[:, 0], w)
-        residual = self._padded(F.embedding(stage[:, :w].reshape(-1), target.embedding))
+        target = self.target
+        residual = self._padded(F.embedding(tokens.reshape(-1), target.embedding))
         update: Tensor | None = None
         outputs: list[Tensor] = []  # of the layers so far
         for layer, store in zip(target.layers, self.stores, strict=True):
@@ -55,12 +61,9 @@ class StaticDense:
             update = few_rows(layer.down, gated(layer.gate_up, normed))
         last, normed = add_rms_norm(residual, update, target.norm)
         outputs = [*outputs[1:], last]
-        rows = where.batch * w
-        shape = (where.batch, w, -1)
+        rows, shape = where.batch * where.count, (where.batch, where.count, -1)
         features = torch.cat([outputs[i][:rows] for i in target.taps], dim=-1).view(shape) if target.taps else None
-        return StaticOutput(
-            few_rows(target._head, normed)[:rows].view(shape), features
-        )  # greedy acceptance needs no wider copy
+        return normed, features
 
     def commit(self, m: Tensor) -> None:
         """K/V rows behind the new length are scratch; the lengths are the round's business."""
@@ -76,4 +79,4 @@ def attend(layer: DenseLayer, qkv: Tensor, store: Tensor, where: Where) -> Tenso
     rows = where.batch * where.count
     projected = qkv[:rows].view(where.batch, where.count, -1, layer.head_dim)
     query = place_inputs(projected, store, where, layer.heads, layer.qk_norm)
-    return block_attention(query, store[0], store[1], where.lengths, layer.head_dim**-0.5).reshape(rows, -1)
+    return where.attend(query, store, layer.head_dim**-0.5).reshape(rows, -1)

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspine.common.attention import block_attention
 from dspine.common.experts import SharedExpert, pick_experts, routed_experts
 from dspine.common.gating import sigmoid_mul
 from dspine.common.gdn import MAX_TOKENS, GdnFactors
@@ -52,7 +51,7 @@ class StaticHybrid:
     """`begin`, `finish` and `commit` of a `HybridTarget` on an arena; nothing is read by the host."""
 
     def __init__(self, target: HybridTarget, arena: Arena) -> None:
-        self.target, self.arena, self.cache = target, arena, arena.cache
+        self.target, self.arena, self.cache, self.stores = target, arena, arena.cache, arena.kv.store.unbind(0)
         sparse = {layer.index: layer.mlp for layer in target.layers if isinstance(layer.mlp, SparseMlp)}
         self.experts = {index: stacks for index, mlp in sparse.items() if (stacks := expert_stacks(mlp)) is not None}
         self.shared = {
@@ -76,12 +75,17 @@ class StaticHybrid:
         return StaticStage(tokens, h.view(shape), normed.view(shape), parts)
 
     def finish(self, stage: StaticStage, w: int, live: Tensor) -> StaticOutput:
-        """The first w tokens of each slot, of which live int32 [B] count; what `commit` needs stays behind.
+        """The first w tokens of each slot, of which live int32 [B] count; what `commit` needs stays behind."""
+        normed, features = self.run(stage, self._where(w, live))
+        return StaticOutput(self.target.head(normed).view(self.arena.shape.batch, w, -1), features)
+
+    def run(self, stage: StaticStage, where: Where) -> tuple[Tensor, Tensor | None]:
+        """All layers over the first w tokens of each slot: their rows after the last norm [B w, H], and the features [B, w, F].
 
         Every sum with the residual runs with the norm behind it: a layer hands on its output, and that output normed for the
         next layer.
         """
-        target, where = self.target, self._where(w, live)
+        target, w = self.target, where.count
         captured: dict[int, Tensor] = {}
         x, normed = self._enter(stage.tokens[:, :w]) if stage.routed is None else (None, None)
         norms = [*(layer.input_norm for layer in target.layers[1:]), target.norm]
@@ -96,7 +100,7 @@ class StaticHybrid:
                 captured[layer.index] = x
         shape = (where.batch, w, -1)
         features = torch.cat([captured[i] for i in target.taps], dim=-1).view(shape) if target.taps else None
-        return StaticOutput(target.head(normed).view(shape), features)
+        return normed, features  # type: ignore[return-value]
 
     def commit(self, m: Tensor) -> None:
         """m int32 [B] tokens of the last `finish` stay: windows move on now, states when they are read next."""
@@ -120,7 +124,7 @@ class StaticHybrid:
     def _mix(self, layer: HybridLayer, x: Tensor, normed: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """x [N, H] and the same normed -> h = x + mixer [N, H], and h normed for the layer's MLP."""
         if isinstance(layer.mixer, AttentionMixer):
-            mixed = attend(layer.mixer, normed, self.arena.kv.store[self.cache.kv_index[layer.index]], where)
+            mixed = attend(layer.mixer, normed, self.stores[self.cache.kv_index[layer.index]], where)
         else:
             mixed = self._gdn(layer, normed, where)
         return add_rms_norm(x, mixed, layer.mlp_norm)
@@ -183,7 +187,7 @@ def attend(mixer: AttentionMixer, normed: Tensor, store: Tensor, where: Where) -
     """Gated attention of normed [N, H] -> [N, H]; the block's K/V go into store [2, B, Hk, C, D]."""
     projected = few_rows(mixer.project, normed).view(where.batch, where.count, -1, mixer.size)
     query = place_inputs(projected, store, where, mixer.heads, mixer.norm)
-    mixed = block_attention(query, store[0], store[1], where.lengths, mixer.size**-0.5)
+    mixed = where.attend(query, store, mixer.size**-0.5)
     if mixer.gated:
         mixed = sigmoid_mul(mixed, projected[:, :, mixer.heads + 2 * mixer.kv_heads :])
     return few_rows(mixer.output, mixed.reshape(normed.shape[0], -1))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dspine.common.attention import attention_inputs
+from dspine.common.attention import attention_inputs, block_attention
 from dspine.common.gating import gated_rows, silu_mul
 from dspine.common.gdn import MAX_TOKENS
 from dspine.common.linear_rows import linear_rows
@@ -30,6 +30,10 @@ class Where:
     def batch(self) -> int:
         """B."""
         return self.lengths.shape[0]
+
+    def attend(self, query: Tensor, store: Tensor, scale: float) -> Tensor:
+        """query [B, w, Hq, D] over store [2, B, Hk, C, D], which holds the rows' own K/V too -> [B, w, Hq, D]."""
+        return block_attention(query, store[0], store[1], self.lengths, scale)
 
 
 def few_rows(linear: Linear, x: Tensor) -> Tensor:

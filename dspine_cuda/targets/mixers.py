@@ -186,16 +186,26 @@ class GdnMixer:
     def prefill(self, x: Tensor, block: Block) -> Tensor:
         """The same for committed tokens: state and window of the cache move on."""
         cache, index = block.cache, block.cache.gdn_index[self.layer]
-        inputs, z, b, a = self.project(x).view(block.batch, block.count, -1).split_with_sizes(self.sections, 2)
-        tokens = gdn_inputs(inputs, cache.windows[index], a, b, self.weights, self.layout)
-        chunk = 64 if block.count > 32 else 16
-        mixed, state = gdn_prefill(
-            tokens.q, tokens.k, tokens.v, tokens.log_decay, tokens.beta, cache.states[index], chunk=chunk
-        )
-        cache.states[index] = state
-        width = cache.windows.shape[2]
-        cache.windows[index] = torch.cat((cache.windows[index], inputs), dim=1)[:, -width:]
-        return self._out(mixed, z, block.count)
+        out, cache.windows[index], cache.states[index] = self.read(x, cache.windows[index], cache.states[index])
+        return out
+
+    def read(self, x: Tensor, window: Tensor, state: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, H], normed, N = B T tokens behind window [B, width-1, C] and state [B, Hv, Dv, Dk] -> ([N, H], window and state
+        after them). live int [B]: rows from there on are padding, which may hold anything; window and state end before."""
+        (batch, width), count = window.shape[:2], x.shape[0] // window.shape[0]
+        inputs, z, b, a = self.project(x).view(batch, count, -1).split_with_sizes(self.sections, 2)
+        tokens = gdn_inputs(inputs, window, a, b, self.weights, self.layout)
+        parts = [tokens.q, tokens.k, tokens.v, tokens.log_decay, tokens.beta]
+        joined = torch.cat((window, inputs), dim=1)
+        if live is None:
+            after = joined[:, -width:]
+        else:  # without decay and write strength a row leaves the state as it was
+            rows = torch.arange(count, device=x.device) < live[:, None]
+            parts = [torch.where(rows.view(batch, count, *(1,) * (part.dim() - 2)), part, 0) for part in parts]
+            last = (live[:, None] + torch.arange(width, device=x.device)).to(torch.int64)
+            after = joined.gather(1, last[:, :, None].expand(-1, -1, joined.shape[2]))
+        mixed, state = gdn_prefill(*parts, state, chunk=64 if count > 32 else 16)
+        return self._out(mixed, z, count), after, state
 
     def _gated(self, mixed: Tensor, z: Tensor) -> Tensor:
         """Gated norm in float32: mixed [B, T, Hv, Dv], z [B, T, Hv Dv] -> [B, T, Hv, Dv]."""

@@ -158,6 +158,7 @@ def test_several_sequences_have_slots(engines):
         server = serve(engines(static, Capturing), concurrency)
         summary = server.summary()
         assert summary["graphs"] is static and (not static or "up to 4 slots" in summary["graphs_reason"])
+        assert summary["prompts"].startswith("captured: pieces of up to 96 tokens" if static else "eager: only batches")
         with running(server) as url, ThreadPoolExecutor(len(bodies)) as pool:
 
             def ask(item, url=url):
@@ -170,6 +171,7 @@ def test_several_sequences_have_slots(engines):
         if static:
             assert sorted(server.scheduler.slots._free) == [0, 1, 2, 3]
             assert all(f'dspine_rounds_by_total{{way="{way}"}}' in metrics for way in ("prefill", "graphs", "eager"))
+            assert all(f'dspine_prompt_pieces_total{{way="{way}"}}' in metrics for way in ("captured", "eager"))
     for name in bodies:
         assert found[True, name][0] == found[False, name][0], name
         told = found[True, name][1]["speculative"]["rounds_by"]
