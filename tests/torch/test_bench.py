@@ -3,6 +3,8 @@ them. No timing is asserted."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -115,12 +117,21 @@ def test_lengths_of_a_trace_are_the_devices(pair):
 def test_plain_full_and_traced_rounds_take_turns(pair):
     """Sets of graphs on one arena, each with its own tables, none of them the other's."""
     static, loop = both(pair)
-    tasks = [TRACED, Task(PROMPT, 24, True, (3, 0, 5)), Task(PROMPT, 24, False), Task(PROMPT, 24, True)]
+    other = TracePolicy(Trace(WIDTH, TRACE.rounds[::-1]))
+    tasks = [
+        TRACED,
+        replace(TRACED, policy=other),
+        Task(PROMPT, 24, True, (3, 0, 5)),
+        Task(PROMPT, 24, False),
+        Task(PROMPT, 24, True),
+    ]
     for task in [*tasks, *reversed(tasks)]:
         got, want = static.run(task), loop.run(Task(task.prompt, task.tokens, task.draft, task.replay, fresh(task.policy)))
         assert (got.token_ids, got.rounds) == (want.token_ids, want.rounds)
     arena = static.decoder.arena
-    assert len([runner for runner in static.decoder._runners.values() if runner.round.arena is arena]) == 3  # plain rounds need no tables
+    assert (
+        len([runner for runner in static.decoder._runners.values() if runner.round.arena is arena]) == 4
+    )  # plain rounds need no tables
 
 
 def fresh(policy):
@@ -190,10 +201,11 @@ def test_conditional_and_read_graphs_lay_out_the_lengths_that_occur(pairs, monke
             self.made._switches[POLICY].replay() if conditional else self.made._launch_read()
             self._reports.append((self.round.arena.report.numpy().copy(), 0.0))
 
-    static = StaticContender(*pair, Ticks(), Pretended)
-    got, want = static.run(TRACED), StaticContender(*pair, Ticks(), EagerRunner).run(TRACED)
-    assert (got.token_ids, got.rounds) == (want.token_ids, want.rounds)
-    (made,) = (r.made for r in static.decoder._runners.values() if r.made is not None)
+    static, steps = StaticContender(*pair, Ticks(), Pretended), StaticContender(*pair, Ticks(), EagerRunner)
+    for task in (Task(PROMPT, 24, True, policy=parse_policy("hybridspec", routed_calibration())), TRACED):
+        got, want = static.run(task), steps.run(task)
+        assert (got.token_ids, got.rounds) == (want.token_ids, want.rounds)
+    (made,) = (r.made for r in static.decoder._runners.values() if r.round.rules.lengths)
     captured = set(made._graphs[POLICY])
     assert captured == {"draft", "correct"} | {(part, w) for part in ("begin", "finish") for w in (2, 3, 5, WIDTH)}
     if conditional:
