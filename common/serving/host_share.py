@@ -15,7 +15,7 @@ class HostShare:
 
     def __init__(self) -> None:
         self._ends = self._started = self._waited = 0.0
-        self._quiet = self._rounds = 0  # turns in which nobody read a prompt, rounds of this one
+        self._quiet = self._rounds = 0  # turns since somebody read a prompt, rounds of this one
         self._counts = False
 
     def begin(self, reading: bool) -> None:
@@ -32,10 +32,11 @@ class HostShare:
         before = perf_counter()
         reports, seconds = wait()
         after = perf_counter()
-        self._ends = max(self._ends, launched) + seconds
-        on_device = max(self._ends - before, 0.0)
-        self._waited += min(after - before, on_device) if self._quiet > 1 else after - before
-        self._ends, self._rounds = min(self._ends, after), self._rounds + 1
+        ends = min(max(self._ends, launched) + seconds, after)
+        if self._quiet < 2:
+            ends = after
+        self._waited += max(ends - before, 0.0)
+        self._ends, self._rounds = ends, self._rounds + 1
         return reports, seconds
 
     def end(self) -> float | None:
