@@ -13,7 +13,7 @@ from typing import Any
 from dspine.common.arrays import arange, array_namespace, astype, row_at, take_along
 from dspine.common.errors import DSpineError
 from dspine.common.registry import operation
-from dspine.common.sampling import sample_index
+from dspine.common.sampling import SamplingParams, sample_index, token_probabilities
 
 Array = Any
 RULES = ("greedy", "point-mass", "rejection")
@@ -101,6 +101,30 @@ def accept_rejection(
     residual = xp.where(row > proposal, row - proposal, xp.zeros_like(row))
     residual = xp.where(xp.expand_dims(rejected, axis=-1), residual, row)
     return Verdict(accepted, sample_index(_unless_empty(residual, row), row_at(u_draw, accepted)))
+
+
+@operation
+def accept_point_mass_logits(
+    logits: Array, draft: Array, limit: Array, u_accept: Array, u_draw: Array, temperature: float
+) -> Verdict:
+    """`accept_point_mass` of p = softmax(logits / temperature), temperature above 0: logits [B, w, V] of any float dtype.
+
+    A plain sampled step is the case w = 1. Kernels write no probabilities: they need two sums a row and one row's CDF. A row
+    that holds NaN or +inf accepts nothing and gives token 0.
+    """
+    return accept_point_mass(_plain(logits, temperature), draft, limit, u_accept, u_draw)
+
+
+@operation
+def accept_rejection_logits(
+    logits: Array, draft: Array, limit: Array, candidates: Array, q: Array, u_accept: Array, u_draw: Array, temperature: float
+) -> Verdict:
+    """`accept_rejection` of p = softmax(logits / temperature), as `accept_point_mass_logits`."""
+    return accept_rejection(_plain(logits, temperature), draft, limit, candidates, q, u_accept, u_draw)
+
+
+def _plain(logits: Array, temperature: float) -> Array:
+    return token_probabilities(logits, SamplingParams(temperature=temperature))
 
 
 def accept_rejection_dense(p: Array, draft: Array, limit: Array, q: Array, u_accept: Array, u_draw: Array) -> Verdict:

@@ -60,6 +60,11 @@ class SamplingParams:
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def unfiltered(self) -> bool:
+        """Whether the distribution is softmax(logits / temperature) and nothing else."""
+        return (self.top_k, self.top_p, self.min_p) == (0, 1.0, 0.0) and not self.penalised
+
     def with_temperature(self, temperature: float) -> SamplingParams:
         return replace(self, temperature=temperature)
 

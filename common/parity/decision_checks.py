@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dspine.common.parity.backends import Value
+from dspine.common.parity.backends import Value, to_bfloat16
 from dspine.common.parity.checks import SINGLE, Check, generator
 from dspine.common.parity.draft_checks import middle_of_draw
 from dspine.common.selection.lengths import ENTROPY_EPS, LengthTables
@@ -36,6 +36,9 @@ def checks(scaled: bool) -> Iterator[Check]:
         for family in ("random", "all-accepted", "none-accepted", "limits"):
             yield _greedy_check(name, batch, count, size, family)
             yield _point_mass_check(name, batch, count, size, family)
+        for family in ("random", "none-accepted", "limits", "cold", "masked"):
+            for rule in ("point_mass", "rejection") if count > 1 else ("point_mass",):
+                yield _logits_check(rule, name, batch, count, size, family)
     for batch, rows, w in ((1, 16, 16), (3, 16, 5), (7, 8, 8), (2, 1, 1), (3, 5, 1)):
         for family in ("random", "stops", "budgets", "idle"):
             yield _settle_check(batch, rows, w, family)
@@ -289,6 +292,90 @@ def _point_mass_check(name: str, batch: int, count: int, vocab: int, family: str
         expect=_expect_point_mass,
         kinds={"accepted": "exact", "next_token": "exact"},
         dtypes=SINGLE,
+    )
+
+
+TEMPERATURES = {"random": 0.8, "none-accepted": 1.7, "limits": 1.0, "cold": 0.05, "masked": 0.6}
+CANDIDATES = 6
+
+
+def _logits_inputs(rule: str, name: str, batch: int, count: int, vocab: int, family: str) -> tuple[Any, ...]:
+    """Logits that are bfloat16 numbers, so that both dtypes decide the same; uniforms in the middle of what they decide.
+    Rejection: half of the candidates are likely ones, so mass is taken from blocks that are drawn from."""
+    rng, temperature = _key("logits", rule, name, family), TEMPERATURES[family]
+    logits = to_bfloat16((rng.normal(size=(batch, count, vocab)) * 3 * temperature).astype(np.float32)).astype(np.float64)
+    if family == "masked":
+        logits[:, :, rng.random(vocab) < 0.5] = -np.inf
+        logits[:, :, : vocab // 3] = -np.inf
+    p = _probabilities(logits, temperature)
+    candidates, q = np.zeros((batch, count - 1, CANDIDATES), dtype=np.int64), np.zeros((batch, count - 1, CANDIDATES))
+    draft, u_accept = np.zeros((batch, count - 1), dtype=np.int64), np.zeros((batch, count - 1))
+    limit = _limits(batch, count, family, rng)
+    keep = 0.0 if family == "none-accepted" else 0.75
+    u_draw = np.zeros((batch, count))
+    for b in range(batch):
+        for i in range(count):
+            row = p[b, i]
+            if i < count - 1:
+                likely = np.argsort(-row)[: CANDIDATES // 2]
+                other = rng.choice(np.setdiff1d(np.arange(vocab), likely), CANDIDATES - len(likely), replace=False)
+                candidates[b, i] = rng.permutation(np.concatenate([likely, other]))
+                q[b, i] = rng.dirichlet(np.ones(CANDIDATES)).astype(np.float32)
+                slot = int(np.argmax(q[b, i] - row[candidates[b, i]]))
+                draft[b, i] = candidates[b, i, slot]
+                chance = row[draft[b, i]] / (q[b, i, slot] if rule == "rejection" else 1.0)
+                u_accept[b, i] = chance / 2 if rng.random() < keep else (1 + chance) / 2
+            if i < min(limit[b], count - 1):  # reached only by a rejection
+                row = _residual(rule, row, draft[b, i], candidates[b, i], q[b, i])
+            u_draw[b, i] = middle_of_draw(row, rng)[1]
+    of_draft = (Value(candidates, "int"), Value(q, "f32")) if rule == "rejection" else ()
+    return (Value(logits), Value(draft, "int"), Value(limit, "int"), *of_draft, Value(u_accept, "f32"), Value(u_draw, "f32"),
+            temperature)  # fmt: skip
+
+
+def _probabilities(logits: np.ndarray, temperature: float) -> np.ndarray:
+    weights = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def _residual(rule: str, row: np.ndarray, draft: int, candidates: np.ndarray, q: np.ndarray) -> np.ndarray:
+    left = row.copy()
+    if rule == "point_mass":
+        left[draft] = 0.0
+    else:
+        left[candidates] = np.maximum(left[candidates] - q, 0.0)
+    return left
+
+
+def _expect_logits(rule: str, args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    logits, draft, limit, *of_draft, u_accept, u_draw, temperature = args
+    p, accepted, following = _probabilities(logits, temperature), [], []
+    for b, most in enumerate(np.minimum(limit, draft.shape[1])):
+        candidates, q = (x[b] for x in of_draft) if of_draft else (draft[b][:, None], np.ones((draft.shape[1], 1)))
+        count = 0
+        while count < most:
+            drawn = q[count][candidates[count] == draft[b, count]].sum()
+            if u_accept[b, count] * drawn >= p[b, count, draft[b, count]]:
+                break
+            count += 1
+        row = p[b, count]
+        if count < most:
+            row = _residual(rule, row, draft[b, count], candidates[count], q[count])
+        accepted.append(count)
+        following.append(int(np.searchsorted(np.cumsum(row), u_draw[b, count] * row.sum(), side="right")))
+    return {"accepted": np.array(accepted), "next_token": np.array(following)}
+
+
+def _logits_check(rule: str, name: str, batch: int, count: int, vocab: int, family: str) -> Check:
+    op = f"accept_{rule}_logits"
+    return Check(
+        op=op,
+        shape=name,
+        family=family,
+        build=lambda: _logits_inputs(rule, name, batch, count, vocab, family),
+        run=_run_accept(op),
+        expect=lambda args: _expect_logits(rule, args),
+        kinds={"accepted": "exact", "next_token": "exact"},
     )
 
 

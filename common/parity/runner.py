@@ -60,6 +60,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         lengths.correct_length,
         acceptance.accept_greedy,
         acceptance.accept_point_mass,
+        acceptance.accept_point_mass_logits,
+        acceptance.accept_rejection_logits,
         settling.settle_round,
         attention.attention_inputs,
         attention.block_attention,

@@ -13,10 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspine.common.acceptance import Verdict, accept_greedy, accept_point_mass, accept_rejection, accept_rejection_dense
+from dspine.common.acceptance import (
+    Verdict,
+    accept_greedy,
+    accept_point_mass,
+    accept_point_mass_logits,
+    accept_rejection,
+    accept_rejection_dense,
+    accept_rejection_logits,
+)
 from dspine.common.errors import DSpineError
 from dspine.common.protocols import DraftRequest, Proposal
-from dspine.common.sampling import ACCEPT, DRAFT, DRAW, SamplingParams, sample_index, token_probabilities
+from dspine.common.sampling import ACCEPT, DRAFT, DRAW, SamplingParams, token_probabilities
 from dspine.common.selection.lengths import LengthTables, correct_length, select_length
 from dspine.common.settling import REPORT_HEAD, Settled, settle_round
 from dspine_cuda.static.arena import Arena
@@ -188,17 +196,19 @@ class StaticRound:
         rules, count = self.rules, draft.shape[1]
         if rules.rule == "greedy":
             return accept_greedy(logits, draft, limit)
+        uniforms = self._uniforms(count, ACCEPT), self._uniforms(count + 1, DRAW)
+        candidates, q = (None, None) if self._drawn is None or rules.rule == "point-mass" or not count else self._drawn
+        if rules.sampling.unfiltered and (q is None or candidates is not None):  # one kernel draws plain tokens and others
+            temperature = rules.sampling.temperature
+            if q is None:
+                return accept_point_mass_logits(logits, draft, limit, *uniforms, temperature)
+            return accept_rejection_logits(logits, draft, limit, candidates[:, :count], q[:, :count], *uniforms, temperature)
         p = token_probabilities(logits.to(torch.float32), rules.sampling)
-        draw = self._uniforms(count + 1, DRAW)
-        if count == 0:
-            return Verdict(torch.zeros_like(limit), sample_index(p[:, 0], draw[:, 0]))
-        accept = self._uniforms(count, ACCEPT)
-        if rules.rule == "point-mass":
-            return accept_point_mass(p, draft, limit, accept, draw)
-        candidates, q = self._drawn  # type: ignore[misc]
+        if q is None:
+            return accept_point_mass(p, draft, limit, *uniforms)
         if candidates is None:
-            return accept_rejection_dense(p, draft, limit, q[:, :count], accept, draw)
-        return accept_rejection(p, draft, limit, candidates[:, :count], q[:, :count], accept, draw)
+            return accept_rejection_dense(p, draft, limit, q[:, :count], *uniforms)
+        return accept_rejection(p, draft, limit, candidates[:, :count], q[:, :count], *uniforms)
 
     def _uniforms(self, count: int, lane: int) -> Tensor:
         """Uniforms of the next `count` output positions, float32 [B, count]."""

@@ -25,6 +25,7 @@ from tests.torch.test_static_loop import routed_calibration
 
 WIDTH = 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ACCEPT = ("accept_greedy", "accept_point_mass", "accept_point_mass_logits", "accept_rejection_logits")
 ROUNDS = 8 if DEVICE == "cuda" else 1  # the interpreter takes seconds a round
 
 
@@ -45,7 +46,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(registry, "_kernels", dict(registry._kernels))
     for name in ops._TRITON_KERNELS:
         module = importlib.import_module(f"dspine.kernels_triton.{name}")
-        names = {"accept": ("accept_greedy", "accept_point_mass"), "gdn_verify": ("gdn_verify", "gdn_verify_deferred"),
+        names = {"accept": ACCEPT, "gdn_verify": ("gdn_verify", "gdn_verify_deferred"),
                  "path_walk": ("path_walk", "path_walk_sampled")}.get(name, (name,))  # fmt: skip
         for each in names:
             run = noted(ran, each, getattr(module, each))
@@ -77,10 +78,10 @@ def reports(pair, mode, rules, count):
 
 
 CASES = [
-    (WIDTH, "greedy", {"accept_greedy", "block_attention", "transition_scores", "path_walk"}),
-    (3, "rejection", {"path_walk_sampled"}),
-    (PLAIN, "point-mass", set()),
-    (4, "point-mass", {"accept_point_mass"}),
+    (WIDTH, "greedy", {"accept_greedy", "block_attention", "candidate_scores", "path_walk"}),
+    (3, "rejection", {"path_walk_sampled", "accept_rejection_logits"}),
+    (PLAIN, "point-mass", {"accept_point_mass_logits"}),
+    (4, "point-mass", {"accept_point_mass_logits"}),
     (POLICY, "greedy", {"select_length", "draft_signals"}),
 ]
 
