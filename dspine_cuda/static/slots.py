@@ -82,7 +82,10 @@ class SlotArena(Arena):
         """A slot whose caches hold `length` tokens starts decoding. uniforms float32 [n, 3] from output position 0 on (None:
         greedy)."""
         if uniforms is not None:
-            self.uniforms[slot, : len(uniforms)].copy_(torch.as_tensor(uniforms))
+            table = torch.as_tensor(uniforms)
+            self.uniforms[slot, : len(table)].copy_(
+                table.pin_memory() if self.device.type == "cuda" else table, non_blocking=True
+            )
         self.pending_m[slot] = 0
         self.lengths[slot], self.anchor[slot], self.generated[slot] = length, anchor, 1
         self.remaining[slot] = remaining

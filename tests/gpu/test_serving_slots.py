@@ -129,6 +129,7 @@ def test_server(tmp_path):
         settings = ServerSettings(names=("tiny",), max_context=256, scheduler=SchedulerSettings(max_concurrency=4))
         server = Server(make, settings)
         assert server.summary()["graphs"] is (graphs == "on")
+        assert server.summary()["prompts"].startswith("captured: " if graphs == "on" else "eager: ")
         with running(server) as url, ThreadPoolExecutor(len(bodies)) as pool:
 
             def ask(body, url=url):

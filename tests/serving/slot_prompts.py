@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tests.helpers.models import prompt
 
 CONTEXT = 700
+CLOSE = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
 PIECES = [(1,), (31,), (32,), (33,), (64, 65), (128, 128, 44), (512, 88), (1, 1, 64, 4), (255, 257)]
 
 
@@ -39,7 +42,7 @@ def eager(pair, ids, chunk):
     return read.logits, [*memory, cache.states[:, 0], cache.windows[:, 0]] if has_states else memory
 
 
-def check_piece(pair, slots, slot, pieces, atol=1e-4, rtol=1e-4):
+def check_piece(pair, slots, slot, pieces, close=CLOSE):
     """Read a prompt in these pieces: everything is the eager prefill's; the other slots keep every bit."""
     arena, ids, at = slots.arena, prompt(sum(pieces), seed=sum(pieces)), 0
     others = [other for other in range(slots.count) if other != slot]
@@ -49,10 +52,10 @@ def check_piece(pair, slots, slot, pieces, atol=1e-4, rtol=1e-4):
         logits = slots.read(slot, at, ids[0, at : at + count].tolist())
         at += count
     wanted, memory = eager(pair, ids, chunk=max(pieces))
-    torch.testing.assert_close(logits, wanted, atol=atol, rtol=rtol)
+    close(logits, wanted)
     for index, (got, want) in enumerate(zip(memory_of(arena, slot), memory, strict=True)):
         got = got[..., :at, :] if index < 2 else got
-        torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+        close(got, want)
         assert index > 1 or not memory_of(arena, slot)[index][..., at:, :].isfinite().any(), "rows behind the prompt"
     for other, kept in zip(others, before, strict=True):
         assert same_bits(kept, memory_of(arena, other)), other

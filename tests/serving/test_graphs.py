@@ -24,7 +24,8 @@ from dspine.common.errors import DSpineError
 from dspine.common.generation import load
 from dspine.common.runtimes import choose_runtime
 from dspine.common.selection.policies import StaticPolicy
-from dspine.common.serving.scheduler import SchedulerSettings
+from dspine.common.serving.metrics import Metrics
+from dspine.common.serving.scheduler import Scheduler, SchedulerSettings
 from dspine.common.serving.server import Server, captured
 from dspine.common.serving.settings import ServerSettings, graphs_mode
 from dspine.common.tokenizer import load_tokenizer
@@ -34,6 +35,7 @@ from tests.helpers.drafters import drafter_folder
 from tests.helpers.hybrids import save_hybrid
 from tests.helpers.models import VOCAB, save_tiny
 from tests.serving.slot_runs import Capturing
+from tests.serving.test_scheduler import make_job
 from tests.serving.toys import running
 
 WORDS = " ".join(f"w{n}" for n in (5, 9, 11, 4, 21, 33, 7, 8, 60, 12, 31, 17))
@@ -178,6 +180,35 @@ def test_several_sequences_have_slots(engines):
         eager = name in EAGER and name != "stop"
         assert told.startswith(f"eager: {EAGER[name]}" if eager else "graphs: batches of up to 4 slots"), name
     assert any(usage["prompt_tokens_details"]["cached_tokens"] for (static, _), (_, usage) in found.items() if static)
+
+
+def test_a_round_starts_before_a_first_token_is_read(engines):
+    """The device is never without work because the host waits for a prompt: pieces, the others' round, then the token."""
+    engine, log = engines(True), []
+    settings = SchedulerSettings(max_concurrency=2, prefix_grain=4, prefill_chunk=64)
+    scheduler = Scheduler(lambda: engine, settings, Metrics())
+    scheduler._open()
+    slots = scheduler.slots.slots
+    later, launch = slots.later, slots.launch
+
+    def ask(array):
+        log.append("ask")
+        read = later(array)
+        return lambda: log.append("token") or read()
+
+    def start(*args):
+        log.append("round")
+        return launch(*args)
+
+    slots.later, slots.launch = ask, start
+    jobs = [make_job(engine, words, max_tokens=40) for words in (WORDS, "w9 w8 w7 " + WORDS)]
+    for job in jobs:
+        log.clear()
+        scheduler._queue.push(job)
+        while not job.sink.updates:
+            scheduler._step()
+    assert "round" in log[log.index("ask") : log.index("token")]
+    assert not jobs[0].sink.done.is_set()
 
 
 def test_clients_that_leave_free_their_slots(engines):
