@@ -5,10 +5,13 @@
 
 One `dspine serve` process. A request says what it wants: nothing (the server's own choice), `"draft": "full"` (every draft is
 verified) or `"draft": false` (plain decoding); so all sides use the same weights and scheduler, and take turns block by block.
-A block sends the same prompts at temperature 0; each client sends its next request when its last one is answered. Cycles over
-all client counts are repeated until --budget seconds are over; figures are medians over cycles. Then, at one client, the same
-prompts go through HTTP and through the Python API in turns: what HTTP costs (`benchmarks.serving_overhead`; flags after `--`
-concern the load alone).
+A block sends the same prompts at temperature 0; each client sends its next request when its last one is answered. Before that,
+everything is warmed up: every prompt is read once, and every side runs at every number of clients, so that what is captured,
+compiled or learnt on first use falls into nobody's time. Cycles over all client counts, every side at each, are repeated until
+--budget seconds are over. The first cycle is short, one request a client, and always runs, so every side is measured at every
+number of clients whatever happens; it counts only where no longer one fits. Figures are medians over cycles; --out is written
+after each of them. Then, at one client, the same prompts go through HTTP and through the Python API in turns: what HTTP costs
+(`benchmarks.serving_overhead`; --ignore-eos and flags after `--` concern the load alone).
 Needs httpx and what `dspine serve` needs, nothing else.
 """
 
@@ -161,31 +164,70 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sides = {name: SIDES[name] for name in args.sides}
     arguments = ["--model", args.model, "--draft-model", args.draft_model, "--backend", args.backend, "--device", args.device]
     arguments += ["--prefix-cache", str(args.prefix_cache), "--max-concurrency", str(max(args.clients)), *args.serve]
-    rows: list[dict[str, Any]] = []
     with serving(arguments) as (url, pid):
         watched = pid if sys.platform == "linux" and args.device != "cuda" else None
         facts = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]
-        model = facts["id"]
-        for draft in sides.values():  # every batch size and kind once: kernels compile, the lengths find their costs
-            for count in args.clients:
-                bodies = [chat_body(model, prompts[i % len(prompts)], args.warm_tokens, draft) for i in range(count)]
-                asyncio.run(block(url, bodies, count))
-        started, longest, cycle = time.monotonic(), 0.0, 0
-        while cycle == 0 or (cycle < args.cycles and time.monotonic() - started + longest < args.budget):
-            before = time.monotonic()
-            rows += [_row(args, url, model, prompts, sides, count, cycle, watched) for count in args.clients]
-            longest, cycle = max(longest, time.monotonic() - before), cycle + 1
+        result = {**provenance(), "server": facts["dspine"], "max_tokens": args.max_tokens}
+        run_cycles(args, url, facts["id"], prompts, sides, watched, result)
     bodies = [chat_body(args.model, prompt, args.max_tokens, True) for prompt in prompts]
-    overhead = measure_overhead(args, prompts, bodies) if args.direct else None
-    return {
-        **provenance(),
-        "server": facts["dspine"],
-        "cycles": cycle,
-        "max_tokens": args.max_tokens,
-        "summary": summarise(rows),
-        "overhead": overhead,
-        "rows": rows,
-    }
+    result["overhead"] = measure_overhead(args, prompts, bodies) if args.direct else None
+    return result
+
+
+def run_cycles(
+    args: argparse.Namespace,
+    url: str,
+    model: str,
+    prompts: list[str],
+    sides: dict[str, Any],
+    pid: int | None,
+    result: dict[str, Any],
+) -> None:
+    """Warm up, then cycles as long as the budget has room for another one. The first one is short, so that every side is
+    measured at every client count early; `result` is filled, and written, after each."""
+    started = time.monotonic()
+    warm_up(args, url, model, prompts, sides)
+    result |= {"warm_seconds": time.monotonic() - started, "overhead": None}
+    rows: list[dict[str, Any]] = []
+    started, longest, sizes, cycle = time.monotonic(), {}, [1], 0
+    while sizes:
+        before, each = time.monotonic(), sizes[0]
+        rows += [_row(args, url, model, prompts, sides, count, each, cycle, pid) for count in args.clients]
+        took = time.monotonic() - before
+        longest[each], cycle = max(longest.get(each, 0.0), took), cycle + 1
+        longest.setdefault(args.per_client, took * _requests(args, args.per_client) / _requests(args, each))
+        result |= {"cycles": cycle, "summary": summarise(rows), "rows": rows}
+        write(args.out, result)
+        left = args.budget - (time.monotonic() - started)
+        sizes = [size for size in (args.per_client, 1) if longest[size] < left and cycle < args.cycles]
+
+
+def _requests(args: argparse.Namespace, each: int) -> int:
+    """Requests of a cycle, of one side."""
+    return sum(max(args.least, each * count) for count in args.clients)
+
+
+def write(place: Path | None, result: dict[str, Any]) -> None:
+    """The result so far; whoever reads it, or ends this run, finds a whole file."""
+    if place is not None:
+        part = place.with_name(place.name + ".part")
+        part.write_text(json.dumps(result, indent=1))
+        part.replace(place)
+
+
+def warm_up(args: argparse.Namespace, url: str, model: str, prompts: list[str], sides: dict[str, Any]) -> None:
+    """Every prompt once (its length may have a graph of its own), then every side at every number of clients: kernels compile,
+    graphs are captured, the lengths find their costs. Nothing is left to one side of the first cycle alone."""
+    draft = next(iter(sides.values()))
+    asyncio.run(block(url, [_body(args, model, prompt, 2, draft) for prompt in prompts], max(args.clients)))
+    for draft in sides.values():
+        for count in args.clients:
+            bodies = [_body(args, model, prompts[i % len(prompts)], args.warm_tokens, draft) for i in range(count)]
+            asyncio.run(block(url, bodies, count))
+
+
+def _body(args: argparse.Namespace, model: str, prompt: str, max_tokens: int, draft: Any) -> dict[str, Any]:
+    return chat_body(model, prompt, max_tokens, draft) | ({"ignore_eos": True} if args.ignore_eos else {})
 
 
 def _row(
@@ -195,17 +237,19 @@ def _row(
     prompts: list[str],
     sides: dict[str, Any],
     count: int,
+    each: int,
     cycle: int,
     pid: int | None,
 ) -> dict[str, Any]:
-    """One block of every side at one number of clients, the first side another one in every cycle."""
-    wanted = max(args.least, args.per_client * count)  # enough that the last ones, where clients run dry, do not decide
+    """One block of every side at one number of clients, about `each` requests a client; the first side is another one in every
+    cycle, and at every number of clients."""
+    wanted = max(args.least, each * count)  # enough that the last ones, where clients run dry, do not decide
     some = [prompts[(i + cycle * wanted) % len(prompts)] for i in range(wanted)]
     names = list(sides)
-    turn = cycle % len(names)
+    turn = (cycle + args.clients.index(count)) % len(names)
     row: dict[str, Any] = {"clients": count, "cycle": cycle, "requests": wanted}
     for name in names[turn:] + names[:turn]:
-        bodies = [chat_body(model, prompt, args.max_tokens, sides[name]) for prompt in some]
+        bodies = [_body(args, model, prompt, args.max_tokens, sides[name]) for prompt in some]
         row[name] = asyncio.run(block(url, bodies, count, pid))
     texts = [row[name].pop("texts") for name in names]
     row["same_text"] = sum(len(set(answer)) == 1 for answer in zip(*texts, strict=True))
@@ -215,10 +259,11 @@ def _row(
 
 
 def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a client count: medians over cycles; ratios are medians of each cycle's ratio."""
+    """One entry a client count: medians over its longest cycles; ratios are medians of each cycle's ratio."""
     table = []
     for count in dict.fromkeys(row["clients"] for row in rows):
-        some = [row for row in rows if row["clients"] == count]
+        most = max(row["requests"] for row in rows if row["clients"] == count)
+        some = [row for row in rows if row["clients"] == count and row["requests"] == most]
         sides = [name for name in SIDES if name in some[0]]
         entry: dict[str, Any] = {"clients": count, "cycles": len(some)}
         entry["same_text"] = f"{sum(row['same_text'] for row in some)} of {sum(row['requests'] for row in some)}"
@@ -284,23 +329,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--per-set", type=int, default=4, help="prompts of each set (of a file: in all), evenly spaced")
     parser.add_argument("--clients", type=counts, default=[1, 2, 4, 8])
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES), help="of " + ",".join(SIDES))
-    parser.add_argument("--per-client", type=int, default=2, help="requests of each client in a block")
+    parser.add_argument("--per-client", type=int, default=2, help="requests of a client in a block, from the second cycle on")
     parser.add_argument("--least", type=int, default=3, help="requests of a block at least")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--warm-tokens", type=int, default=12)
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds for cycles; one cycle always runs")
+    parser.add_argument("--ignore-eos", action="store_true", help="answers of exactly --max-tokens tokens")
+    parser.add_argument("--warm-tokens", type=int, default=24, help="of the warm-up's answers")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds for cycles; a short one always runs")
     parser.add_argument("--cycles", type=int, default=20, help="at most")
     parser.add_argument("--prefix-cache", type=int, default=0, help="MiB; 0 so that all sides read every prompt")
     parser.add_argument("--no-direct", dest="direct", action="store_false", help="do not measure what HTTP costs")
     parser.add_argument("--direct-prompts", type=int, default=4)
     parser.add_argument("--direct-seconds", type=float, default=40.0)
-    parser.add_argument("--out", type=Path, help="everything, as JSON")
+    parser.add_argument("--out", type=Path, help="everything, as JSON; written after every cycle")
     parser.add_argument("--markdown", type=Path, help="the tables; they are printed in any case")
     parser.add_argument("serve", nargs="*", help="further flags of dspine serve, after --")
     args = parser.parse_args(argv)
     unknown = [name for name in args.sides if name not in SIDES]
-    if unknown or not args.sides or min(args.clients) < 1:
-        parser.error(f"--sides takes {', '.join(SIDES)} and --clients numbers from 1, got {args.sides} and {args.clients}")
+    if unknown or not args.sides or min(args.clients) < 1 or args.per_client < 1:
+        parser.error(
+            f"--sides takes {', '.join(SIDES)}, --clients and --per-client numbers from 1, "
+            f"got {args.sides}, {args.clients} and {args.per_client}"
+        )
     return args
 
 
@@ -308,8 +357,7 @@ def main() -> None:
     """Parse, measure, print the tables; the whole result goes to --out."""
     args = parse()
     result = measure(args)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
+    write(args.out, result)
     text = markdown(result)
     if args.markdown:
         args.markdown.write_text(text + "\n")

@@ -28,7 +28,7 @@ def test_prompts_are_spread_over_a_file(args):
 def test_rows_and_tables(toy, args):
     prompts = serving.read_prompts(args.prompts, args.sets.split(","), 2)
     rows = [
-        serving._row(args, toy.url, "toy", prompts, serving.SIDES, count, cycle, None)
+        serving._row(args, toy.url, "toy", prompts, serving.SIDES, count, 2, cycle, None)
         for cycle in range(2)
         for count in args.clients
     ]
@@ -50,6 +50,50 @@ def test_rows_and_tables(toy, args):
         serving.OVERHEAD, serving_overhead.spread([])
     )})  # fmt: skip
     assert both.startswith(text) and both.count("\n- ") == len(serving.OVERHEAD)
+
+
+def test_cycles(toy, args, tmp_path, monkeypatch):
+    """Everything is warmed up alike; a short cycle of every side at every client count always runs, longer ones while they fit,
+    and they alone count; the file is there after each. The clock is the test's: a cycle's second per request."""
+    asked, files, now = [], [], [0.0]
+    real, row = serving.block, serving._row
+
+    def counted(url, bodies, clients, pid=None):
+        asked.append((clients, bodies[0]["draft"], len(bodies), bodies[0]["max_tokens"], bodies[0].get("ignore_eos")))
+        return real(url, bodies, clients, pid)
+
+    def timed(*rest):
+        found = row(*rest)
+        now[0] += found["requests"]
+        return found
+
+    def kept(place, result):
+        write(place, result)
+        files.append(json.loads(place.read_text()))
+
+    write = serving.write
+    monkeypatch.setattr(serving, "block", counted)
+    monkeypatch.setattr(serving, "_row", timed)
+    monkeypatch.setattr(serving, "write", kept)
+    monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
+    prompts = serving.read_prompts(args.prompts, args.sets.split(","), 2)
+    args.out, args.budget, args.ignore_eos, args.per_client = tmp_path / "load.json", 0.0, True, 3
+    serving.run_cycles(args, toy.url, "toy", prompts, serving.SIDES, None, {})
+    sides, drafts = list(serving.SIDES), list(serving.SIDES.values())
+    assert asked[0] == (3, True, 4, 2, True)
+    assert asked[1:7] == [(n, draft, n, args.warm_tokens, True) for draft in drafts for n in (1, 3)]
+    assert asked[7:] == [(1, draft, 3, 12, True) for draft in drafts] + [
+        (3, draft, 3, 12, True) for draft in (*drafts[1:], drafts[0])
+    ]
+    assert len(files) == 1 and [entry["clients"] for entry in files[0]["summary"]] == [1, 3]
+    assert all(files[0]["rows"][i][side]["tokens"] == 36 for i in (0, 1) for side in sides)
+    files.clear()
+    args.budget = 6 + 12 + 12 + 7.0  # after two long cycles there is room for a short one
+    serving.run_cycles(args, toy.url, "toy", prompts, serving.SIDES, None, {})
+    assert [file["cycles"] for file in files] == [1, 2, 3, 4]
+    assert [row["requests"] for row in files[-1]["rows"]] == [3, 3, 3, 9, 3, 9, 3, 3]
+    assert [entry["cycles"] for entry in files[-1]["summary"]] == [4, 2]
+    assert not (tmp_path / "load.json.part").exists()
 
 
 def test_ratios_are_medians_of_each_cycle():
@@ -97,7 +141,7 @@ def test_http_and_the_api_on_one_engine(registry, toy, args, monkeypatch):
     assert all(found[name]["median"] > 0 for name in serving.OVERHEAD)
 
 
-@pytest.mark.parametrize("wrong", [["--sides", "fast"], ["--clients", "0"]])
+@pytest.mark.parametrize("wrong", [["--sides", "fast"], ["--clients", "0"], ["--per-client", "0"]])
 def test_wrong_arguments(wrong, args, capsys):
     with pytest.raises(SystemExit):
         serving.parse(["--prompts", str(args.prompts), *wrong])
