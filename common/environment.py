@@ -9,7 +9,10 @@ from pathlib import Path
 from dspine.common.errors import DSpineError
 
 _KERNEL_CHOICES = ("auto", "reference")
-_VARIANTS = ("attention_ahead", "experts_ahead", "gated_rows", "late_next", "transition_pairs")
+_VARIANTS = (
+    "attention", "attention_ahead", "experts_ahead", "gated_rows", "late_next", "transition_pairs",
+    "injection_messages", "injection_write", "transition_gate", "transition_part",
+)  # fmt: skip
 
 
 def kernel_choice() -> str:

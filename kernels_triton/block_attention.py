@@ -11,6 +11,8 @@ second lets the next one begin at once, so the product behind attention fetches 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import attention
 from dspine.kernels_triton import _launch
+from dspine.kernels_triton._choices import choice
 from dspine.kernels_triton._launch import (
     FLOATS,
-    INTERPRETED,
     contiguous,
     fetch,
     multiply,
@@ -29,17 +31,34 @@ from dspine.kernels_triton._launch import (
     narrow,
     overlaps,
     power_of_2,
+    programs_of,
     variant,
 )
 
-MAX_TOKENS, ROWS, TILE = 16, 64, 64  # rows: of a tile of queries
+MAX_TOKENS, ROWS = 16, 64  # rows: of a tile of queries
 PARTS = 64  # chunks of a full cache, at most
-STAGES = 2  # tiles in flight: with three, two programs no longer fit a multiprocessor, and heads of 256 not even one
 
 
-def chunk_of(capacity: int) -> int:
-    """Rows of the cache that one program takes: at least 128, a power of two, the same for every length and w."""
-    return max(128, power_of_2(triton.cdiv(capacity, PARTS)))
+@dataclass(frozen=True)
+class Launch:
+    """chunk: rows of the cache of a program, at least; tile: of them at a time; stages: tiles in flight (with three, two
+    programs no longer fit a multiprocessor, and heads of 256 not even one)."""
+
+    chunk: int = 128
+    tile: int = 64
+    num_warps: int = 4
+    stages: int = 2
+
+
+def choose(size: int) -> Launch:
+    """For heads of `size`; `attention=chunk,tile,warps,stages` in DSPINE_KERNELS_TRY replaces it."""
+    chosen = choice("attention", Launch() if size <= 128 else Launch(num_warps=8))
+    return replace(chosen, chunk=programs_of(256, chosen.chunk))
+
+
+def chunk_of(capacity: int, size: int) -> int:
+    """Rows of the cache that one program takes: a power of two, the same for every length and w."""
+    return max(choose(size).chunk, power_of_2(triton.cdiv(capacity, PARTS)))
 
 
 @triton.jit
@@ -157,9 +176,7 @@ def launch(
     launch in front has ended: it must not write them."""
     batch, count, heads, size = query.shape
     key_heads, capacity = keys.shape[1], keys.shape[2]
-    group, chunk = heads // key_heads, chunk_of(capacity)
-    if INTERPRETED:
-        chunk = max(chunk, 256)
+    group, chunk, chosen = heads // key_heads, chunk_of(capacity, size), choose(size)
     parts = triton.cdiv(capacity, chunk)
     shape = {"HK": key_heads, "G": group, "D": size, "D_PAD": power_of_2(size, 16), "W": count, "CHUNK": chunk}
     overlap = overlaps(query)
@@ -168,8 +185,8 @@ def launch(
     mixed, top, total = scratch
     early = {"launch_pdl": True} if overlap else {}  # each launch may start before the one in front has ended
     _chunk_kernel[(parts, batch * key_heads, triton.cdiv(count * group, rows))](
-        query, keys, values, lengths, mixed, top, total, scale, capacity, BR=rows, BT=TILE, CAUSAL=causal,
-        LINES=max(1, shape["D_PAD"] * query.element_size() // 128), num_warps=4 if size <= 128 else 8, num_stages=STAGES,
+        query, keys, values, lengths, mixed, top, total, scale, capacity, BR=rows, BT=chosen.tile, CAUSAL=causal,
+        LINES=max(1, shape["D_PAD"] * query.element_size() // 128), num_warps=chosen.num_warps, num_stages=chosen.stages,
         **shape, **early,
     )  # fmt: skip
     _join_kernel[(count * group, batch * key_heads)](
@@ -189,7 +206,7 @@ def launch(
 def scratch_of(query: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the chunks' results: mixed float32 [B * Hk * parts * w * G, D] and two float32 vectors."""
     batch, count, heads, size = query.shape
-    entries = batch * heads * count * triton.cdiv(capacity, chunk_of(capacity))
+    entries = batch * heads * count * triton.cdiv(capacity, chunk_of(capacity, size))
     kind = {"dtype": torch.float32, "device": query.device}
     return torch.empty((entries, size), **kind), torch.empty(entries, **kind), torch.empty(entries, **kind)
 

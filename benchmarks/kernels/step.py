@@ -43,6 +43,7 @@ SHAPES = (  # columns, step, warps, stages of linear_rows
     (16, 256, 4, 4), (16, 512, 4, 3), (16, 512, 4, 4), (32, 128, 4, 6), (32, 256, 4, 3), (32, 256, 4, 4), (64, 128, 4, 4),
     (64, 128, 8, 4),
 )  # fmt: skip
+ATTENTION = ("64,64,4,1", "64,32,4,2", "128,128,4,1", "128,32,4,3", "128,64,8,2", "256,64,4,2", "64,64,8,1")
 FETCHES = (0, 512, 1024, 4096)  # inputs of each column that are asked for before the wait
 GAIN = 0.998  # a choice is kept where it takes less than this share
 
@@ -160,6 +161,8 @@ def descend(subject: Subject, model: str, options: argparse.Namespace) -> list[d
 
     for name in SWITCHES:
         attempt(name, "0")
+    for text in ATTENTION:
+        attempt("attention", text)
     for name in names:
         key = f"linear_rows.{MATRICES[name][0]}x{MATRICES[name][1]}"
         for launch in launches(*MATRICES[name]):

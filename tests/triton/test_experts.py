@@ -201,7 +201,7 @@ def test_products_take_parameters_from_the_environment(device, monkeypatch):
     assert error(linear_kernel.linear_rows(x, weight), x.double().cpu() @ weight.double().cpu().T) <= 3e-3
     for value, message in (
         ("linear_rows.64x128=32,64", "expected, got '32,64'"), ("linear_rows.64x128=32,64,4,3,0,3", "powers of two"),
-        ("expert_ahead=1", "knows attention_ahead, .* got 'expert_ahead'"),
+        ("expert_ahead=1", "knows attention, .* got 'expert_ahead'"),
         ("linear_rows", "name=value pairs between blanks, got 'linear_rows'"),
     ):  # fmt: skip
         monkeypatch.setenv("DSPINE_KERNELS_TRY", value)
