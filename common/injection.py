@@ -43,19 +43,26 @@ def injection_gate(receiver: Array, predecessor: Array, weights: InjectionWeight
 
 
 @operation
-def injection_messages(raw: Array, anchor_code: Array, weights: InjectionWeights) -> Array:
+def injection_messages(
+    raw: Array, anchor_code: Array, weights: InjectionWeights, heard: bool = False
+) -> Array | tuple[Array, Array]:
     """What every row of a block is to have written into it, from the readout products R_l u of all rows.
 
     raw [B, R, r] = R_l u, the anchor's row first (its numbers are not used: it sends its known-token form); anchor_code
     sqrt(r) C_x0 [B, r] in the dtype of raw. z = sqrt(r) raw / |raw| is not rounded, as it is between two operations.
     Returns g * m [B, R, a] in that dtype; row 0 is 0, so `injection_write` of all rows leaves the anchor as it is.
+    With `heard` also what every row hears of itself, G_q z float32 [B, R, a] (row 0: 0), which `candidate_scores` takes.
     """
     xp = array_namespace(raw, anchor_code)
     check_injection_messages(raw, anchor_code, weights)
     z = normalize(at_least_float32(raw[:, 1:])) * raw.shape[-1] ** 0.5
     predecessor = xp.concat([xp.expand_dims(at_least_float32(anchor_code), axis=1), z[:, :-1]], axis=1)
     gated = astype(injection_gate.reference(z, predecessor, weights), raw.dtype)  # type: ignore[attr-defined]
-    return xp.concat([xp.zeros_like(gated[:, :1]), gated], axis=1)
+    gated = xp.concat([xp.zeros_like(gated[:, :1]), gated], axis=1)
+    if not heard:
+        return gated
+    own = xp.matmul(z, at_least_float32(weights.receiver_gate).T)
+    return gated, xp.concat([xp.zeros_like(own[:, :1]), own], axis=1)
 
 
 def check_injection_messages(raw: Array, anchor_code: Array, weights: InjectionWeights) -> None:

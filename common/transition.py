@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dspine.common.arrays import array_namespace, astype, at_least_float32, softmax, take_along
+from dspine.common.arrays import array_namespace, astype, at_least_float32, sigmoid, softmax, take_along
+from dspine.common.errors import DSpineError
 from dspine.common.injection import InjectionWeights, injection_gate, injection_write
 from dspine.common.norms import RMSNorm, fused_norm, rms_norm
 from dspine.common.registry import operation
@@ -17,7 +18,7 @@ from dspine.common.sampling import sample_index
 from dspine.common.transfer_space import read_prediction
 
 Array = Any
-__all__ = ["RMSNorm", "path_walk", "path_walk_sampled", "refine", "rms_norm", "transition_scores"]
+__all__ = ["RMSNorm", "candidate_scores", "path_walk", "path_walk_sampled", "refine", "rms_norm", "transition_scores"]
 
 
 def refine(hidden: Array, predecessor_code: Array, weights: InjectionWeights, norm: Callable[[Array], Array]) -> Array:
@@ -47,10 +48,68 @@ def transition_scores(
     receiver = read_prediction(wide, at_least_float32(weights.readout))
     receiver = xp.expand_dims(receiver, axis=-2)  # once a row; broadcasts over its K pairs
     gated = injection_gate.reference(receiver, astype(predecessor_codes, wide.dtype), weights)
+    return _scored(hidden, gated, candidate_rows, weights, norm)
+
+
+def _scored(hidden: Array, gated: Array, candidate_rows: Array, weights: InjectionWeights, norm: Any) -> Array:
+    """Scores of wide messages [..., M, K, a]."""
+    xp = array_namespace(hidden, gated, candidate_rows)
+    wide = at_least_float32(hidden)
     written = injection_write.reference(xp.expand_dims(wide, axis=-2), gated, weights.write)
     refined = fused_norm(norm, written, hidden.dtype, wide.dtype)
     rows = xp.matrix_transpose(candidate_rows) if hasattr(xp, "matrix_transpose") else xp.swapaxes(candidate_rows, -1, -2)
     return xp.matmul(at_least_float32(refined), at_least_float32(rows))
+
+
+@operation
+def candidate_scores(
+    hidden: Array,
+    heard: Array,
+    anchor_code: Array,
+    candidates: Array,
+    codes: Array,
+    head: Array,
+    weights: InjectionWeights,
+    norm: Callable[[Array], Array],
+) -> Array:
+    """`transition_scores` straight from the tables, behind a last layer whose messages are known: no row is gathered and no
+    readout multiplied again.
+
+    hidden: u_L of rows 1..M [B, M, H]; heard: G_q z of the same rows, float32 [B, M, a] (`injection_messages`); anchor_code
+    sqrt(r) C_x0 [B, r]; candidates int [B, M, K]; codes: C [V, r], unit rows; head: LM head [V, H]. sqrt(r) C_s is not rounded.
+    Returns float32 [B, M, K, K].
+    """
+    xp = array_namespace(hidden, candidates)
+    check_candidate_scores(hidden, heard, anchor_code, candidates, codes, head, weights)
+    k, size = candidates.shape[-1], codes.shape[-1]
+    known = at_least_float32(codes[candidates[:, :-1]]) * size**0.5
+    first = xp.broadcast_to(at_least_float32(anchor_code)[:, None, None, :], (hidden.shape[0], 1, k, size))
+    before = xp.concat([first, known], axis=1)
+    gate = xp.expand_dims(heard + at_least_float32(weights.bias), axis=-2)
+    gate = sigmoid(gate + xp.matmul(before, at_least_float32(weights.predecessor_gate).T))
+    gated = gate * xp.matmul(before, at_least_float32(weights.message).T)
+    return _scored(hidden, gated, head[candidates], weights, norm)
+
+
+def check_candidate_scores(
+    hidden: Array, heard: Array, anchor_code: Array, candidates: Array, codes: Array, head: Array, weights: InjectionWeights
+) -> None:
+    """Raise `DSpineError` where shapes do not fit together."""
+    if len(hidden.shape) != 3 or len(candidates.shape) != 3:
+        raise DSpineError(
+            "candidate_scores: hidden must have shape [B, M, H] and candidates [B, M, K], got "
+            f"{tuple(hidden.shape)} and {tuple(candidates.shape)}"
+        )
+    (batch, count, width), (size, rank) = hidden.shape, weights.message.shape
+    for name, array, shape in (
+        ("heard", heard, (batch, count, size)),
+        ("anchor_code", anchor_code, (batch, rank)),
+        ("candidates", candidates, (batch, count, candidates.shape[-1])),
+        ("codes", codes, (codes.shape[0], rank)),
+        ("head", head, (head.shape[0], width)),
+    ):
+        if tuple(array.shape) != tuple(shape):
+            raise DSpineError(f"candidate_scores: {name} must have shape {tuple(shape)}, got {tuple(array.shape)}")
 
 
 @operation

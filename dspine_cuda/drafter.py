@@ -25,8 +25,10 @@ from dspine.common.injection import InjectionWeights
 from dspine.common.mask_embedding import read_mask_embedding
 from dspine.common.proposing import make_proposal, own_scale, restricted, scale_logits
 from dspine.common.protocols import DraftRequest, Proposal
+from dspine.common.registry import find_kernel
 from dspine.common.rope import rope_tables
-from dspine.common.transition import refine, transition_scores
+from dspine.common.signals import draft_candidates
+from dspine.common.transition import candidate_scores, refine, transition_scores
 from dspine_cuda.draft_cache import DraftCache
 from dspine_cuda.draft_heads import GroupedConv, add_heads, draft_parts
 from dspine_cuda.draft_inference import LeanDraft, signed_tables
@@ -135,11 +137,13 @@ class Injection(nn.Module):
 @dataclass(frozen=True)
 class BlockStates:
     """hidden: norm(h_L); pre_injection: u_L of the last layer; layers: h_l of every layer where asked for; all [B, N, R, H].
-    With two refined layers pre_injection is [u_L, u_{L-1}] side by side, [B, N, R, 2H]."""
+    With two refined layers pre_injection is [u_L, u_{L-1}] side by side, [B, N, R, 2H]. heard: what the last injection's rows
+    heard of themselves, float32 [B, N, R, a], where a round has kept it."""
 
     hidden: Tensor
     pre_injection: Tensor
     layers: list[Tensor]
+    heard: Tensor | None = None
 
 
 def _around(conv: GroupedConv | None, normed: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -284,19 +288,32 @@ class TorchDrafter:
         """What the block's states [B, 1, R, H] propose; `code` [B, r] of the anchors (DSpine)."""
         rows = self.config.proposal_rows
         hidden, parts = states.hidden[:, 0, rows], self.parts
-        logits = self.target.head(hidden)
-        logits = scale_logits(logits, self.config) if self._own_scale else logits
+        logits = self._logits(hidden)
         if code is not None:
-            parts = replace(parts, transition=partial(self.transition, states.pre_injection[:, 0, rows], code))
+            heard = None if states.heard is None else states.heard[:, 0, rows]
+            parts = replace(parts, transition=partial(self.transition, states.pre_injection[:, 0, rows], code, heard=heard))
         return make_proposal(self.config, parts, hidden, logits, anchor, request)
 
-    def transition(self, pre_injection: Tensor, anchor_code: Tensor, candidates: Tensor) -> Tensor:
-        """The transition cache: u_L of rows 1..M [B, M, H], sqrt(r) C_x0 [B, r], candidates [B, M, K] -> [B, M, K, K]."""
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final-normed rows; in the model's dtype where nothing but a kernel that widens them reads them."""
+        alone = self.parts.domino is None and self.config.dspark is None and not self._own_scale
+        if alone and hasattr(self.target, "narrow_head") and find_kernel(draft_candidates.__name__, hidden) is not None:
+            return self.target.narrow_head(hidden)
+        logits = self.target.head(hidden)
+        return scale_logits(logits, self.config) if self._own_scale else logits
+
+    def transition(self, pre_injection: Tensor, anchor_code: Tensor, candidates: Tensor, heard: Tensor | None = None) -> Tensor:
+        """The transition cache: u_L of rows 1..M [B, M, H], sqrt(r) C_x0 [B, r], candidates [B, M, K] -> [B, M, K, K]. With
+        `heard` [B, M, a] (`BlockStates`) straight from the tables."""
         assert self.model.injection is not None
+        injection, last, norm = self.model.injection, self.config.num_layers - 1, self.model.norm
+        weights = injection.layer(last)
+        if heard is not None:
+            tables = self.model.transfer_codes, self.target.head_matrix
+            return candidate_scores(pre_injection, heard, anchor_code, candidates, *tables, weights, norm)
         codes = self.known(candidates[:, :-1])
         first = anchor_code[:, None, None, :].expand(-1, 1, candidates.shape[-1], -1)
-        injection, last, norm = self.model.injection, self.config.num_layers - 1, self.model.norm
-        weights, codes = injection.layer(last), torch.cat([first, codes], dim=1)
+        codes = torch.cat([first, codes], dim=1)
         rows = self.target.head_rows(candidates)
         if self.config.dspine.hops == self.config.dspine.refined_layers == 1:  # type: ignore[union-attr]
             return transition_scores(pre_injection, codes, rows, weights, norm)

@@ -17,6 +17,7 @@ _TRITON_KERNELS = (
     "add_rms_norm",
     "attention_inputs",
     "block_attention",
+    "candidate_scores",
     "correct_length",
     "draft_signals",
     "gated_rows",

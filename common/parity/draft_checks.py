@@ -56,6 +56,7 @@ def checks(scaled: bool) -> Iterator[Check]:
             yield _signals_check(shape, family)
         for family in ("random", "parallel-keys", "zero-write"):
             yield _transition_check(shape, family)
+            yield _candidate_check(shape, family)
         for family in ("random", "ties"):
             yield _walk_check(shape, family)
         for temperature in (0.7, 1.0):
@@ -146,7 +147,8 @@ def _messages(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
     z = raw / np.where(size > 0, size, 1.0) * raw.shape[-1] ** 0.5
     for t in range(1, raw.shape[1]):
         out[:, t] = _gate(z[:, t], codes if t == 1 else z[:, t - 1], weights)
-    return {"gated": out}
+    z[:, 0] = 0.0
+    return {"gated": out, "heard": z @ weights.receiver_gate.T}
 
 
 def _messages_check(shape: Shape, family: str) -> Check:
@@ -155,9 +157,9 @@ def _messages_check(shape: Shape, family: str) -> Check:
         shape=shape.name,
         family=family,
         build=lambda: _messages_inputs(shape, family),
-        run=lambda call, args: {"gated": call("injection_messages", *args)},
+        run=lambda call, args: dict(zip(("gated", "heard"), call("injection_messages", *args, True), strict=True)),
         expect=_messages,
-        kinds={"gated": "steps"},
+        kinds={"gated": "steps", "heard": "scores"},
         hostile=family == "saturated",
     )
 
@@ -217,7 +219,7 @@ def _signals_inputs(shape: Shape, family: str) -> tuple[Any, ...]:
 
 def _run_signals(call: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     found = call("draft_signals", *args)
-    return {name: getattr(found, name) for name in ("values", "ids", "confidence", "entropy")}
+    return dict(vars(found))
 
 
 def _expect_signals(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
@@ -228,7 +230,8 @@ def _expect_signals(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
     log_p = logits - top - log_z
     p = np.exp(log_p)
     entropy = -np.where(p > 0, p * np.where(p > 0, log_p, 0), 0).sum(axis=-1)
-    return {"values": np.take_along_axis(logits, ids, -1), "ids": ids, "confidence": p.max(axis=-1), "entropy": entropy}
+    found = {"values": np.take_along_axis(logits, ids, -1), "ids": ids, "finite": np.isfinite(logits).all(axis=-1)}
+    return {**found, "confidence": p.max(axis=-1), "entropy": entropy}
 
 
 def _signals_check(shape: Shape, family: str) -> Check:
@@ -239,8 +242,25 @@ def _signals_check(shape: Shape, family: str) -> Check:
         build=lambda: _signals_inputs(shape, family),
         run=_run_signals,
         expect=_expect_signals,
-        kinds={"values": "exact", "ids": "exact", "confidence": "state", "entropy": "state"},
+        kinds={"values": "exact", "ids": "exact", "confidence": "state", "entropy": "state", "finite": "exact"},
         hostile=family in ("peaked", "large"),
+    )
+
+
+def _expect_candidates(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    found = _expect_signals(args)
+    return {name: found[name] for name in ("values", "ids", "finite")}
+
+
+def _candidates_check(shape: Shape, family: str, k: int | None) -> Check:
+    return Check(
+        op="draft_candidates",
+        shape=f"{shape.name} K={k or shape.candidates}",
+        family=family,
+        build=lambda: (_signals_inputs(shape, family)[0], k or shape.candidates),
+        run=lambda call, args: dict(vars(call("draft_candidates", *args))),
+        expect=_expect_candidates,
+        kinds={"values": "exact", "ids": "exact", "finite": "exact"},
     )
 
 
@@ -278,6 +298,48 @@ def _transition_check(shape: Shape, family: str) -> Check:
         build=lambda: _transition_inputs(shape, family),
         run=lambda call, args: {"scores": call("transition_scores", *args)},
         expect=_expect_transition,
+        kinds={"scores": "scores"},
+    )
+
+
+def _candidate_inputs(shape: Shape, family: str) -> tuple[Any, ...]:
+    """Tables of `vocab` rows; of parallel keys all candidates of a row are one token."""
+    rng = _key("candidates", shape.name, family)
+    arrays = _weights(shape, rng)
+    if family == "zero-write":
+        arrays["write"] = np.zeros_like(arrays["write"])
+    ids = _candidates(shape, rng)
+    if family == "parallel-keys":
+        ids = np.broadcast_to(ids[..., :1], ids.shape).copy()
+    vocab = min(shape.vocab, 4096)
+    hidden = rng.normal(size=(shape.batch, shape.rows, shape.hidden))
+    heard = rng.normal(size=(shape.batch, shape.rows, shape.message))
+    codes = _codes(shape, rng, vocab) / shape.rank**0.5
+    head = rng.normal(size=(vocab, shape.hidden)) / shape.hidden**0.5
+    norm, anchor = RMSNorm(Value(rng.normal(1, 0.2, size=shape.hidden)), EPS), _codes(shape, rng, shape.batch)
+    tables = Value(ids % vocab, "int"), Value(codes), Value(head)
+    return Value(hidden), Value(heard, "f32"), Value(anchor), *tables, _injection(arrays), norm
+
+
+def _expect_candidates(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    """Pair after pair."""
+    hidden, heard, anchor, ids, codes, head, w, norm = args
+    scores = np.empty((*ids.shape, ids.shape[-1]))
+    for b, t, i in np.ndindex(*ids.shape):
+        code = codes[ids[b, t - 1, i]] * codes.shape[-1] ** 0.5 if t else anchor[b]
+        gated = _sigmoid(heard[b, t] + w.predecessor_gate @ code + w.bias) * (w.message @ code)
+        scores[b, t, i] = head[ids[b, t]] @ _norm(_write(hidden[b, t], gated, w.write), norm)
+    return {"scores": scores}
+
+
+def _candidate_check(shape: Shape, family: str) -> Check:
+    return Check(
+        op="candidate_scores",
+        shape=shape.name,
+        family=family,
+        build=lambda: _candidate_inputs(shape, family),
+        run=lambda call, args: {"scores": call("candidate_scores", *args)},
+        expect=_expect_candidates,
         kinds={"scores": "scores"},
     )
 

@@ -12,6 +12,8 @@ from dspine.common.injection import injection_messages, injection_write
 from dspine.common.masks import MaskRule
 from dspine.common.norms import RMSNorm, add_rms_norm
 from dspine.common.protocols import DraftRequest, Proposal
+from dspine.common.registry import find_kernel
+from dspine.common.transition import candidate_scores
 from dspine_cuda.draft_inference import LeanLayer, signed_tables
 from dspine_cuda.drafter import BlockStates, TorchDrafter
 from dspine_cuda.static.arena import Arena
@@ -60,16 +62,19 @@ class StaticDrafter:
         arena, rows = self.arena, self.config.query_rows
         embeddings, code = self.drafter.embed_block(arena.anchor)
         live = self.full * (arena.remaining > 0) if arena.is_shared else self.full  # an idle slot may be reading its prompt
-        hidden, pre = self._block(embeddings, Where(arena.lengths, live, self.cos, self.sin, rows), code)
+        hidden, pre, heard = self._block(embeddings, Where(arena.lengths, live, self.cos, self.sin, rows), code)
         shape = (arena.shape.batch, 1, rows, -1)
-        return self.drafter.proposal(BlockStates(hidden.view(shape), pre.view(shape), []), code, arena.anchor, request)
+        states = BlockStates(hidden.view(shape), pre.view(shape), [], None if heard is None else heard.view(shape))
+        return self.drafter.proposal(states, code, arena.anchor, request)
 
-    def _block(self, embeddings: Tensor, where: Where, code: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(h_L), u_L), both [N, H], of embeddings [B, R, H]; of two refined layers [u_L, u_{L-1}], [N, 2H]."""
+    def _block(self, embeddings: Tensor, where: Where, code: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(norm(h_L), u_L), both [N, H], of embeddings [B, R, H]; of two refined layers [u_L, u_{L-1}], [N, 2H]. And what the
+        last layer's rows heard of themselves, where the transition scores take it."""
         lean = self.drafter.lean
         norms = [*(layer.input_norm for layer in lean.layers[1:]), lean.norm]
         entry, normed = add_rms_norm(embeddings.reshape(-1, embeddings.shape[-1]), None, lean.layers[0].input_norm)
         pre = earlier = entry
+        heard = None
         for index, (layer, norm) in enumerate(zip(lean.layers, norms, strict=True)):
             residual, update = self._layer(index, layer, entry, normed, where)
             earlier = pre
@@ -79,17 +84,24 @@ class StaticDrafter:
             else:
                 # the sum only; unlike torch's own, this launch may start under the one in front
                 pre, _ = add_rms_norm(residual, update, norm)
-                entry, normed = self._inject(index, pre, where, code, norm)
-        return normed, torch.cat([pre, earlier], dim=-1) if lean.keeps_two else pre
+                entry, normed, heard = self._inject(index, pre, where, code, norm)
+        return normed, torch.cat([pre, earlier], dim=-1) if lean.keeps_two else pre, heard
 
-    def _inject(self, index: int, pre: Tensor, where: Where, code: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """(h, its norm) of u [N, H]."""
+    def _inject(self, index: int, pre: Tensor, where: Where, code: Tensor, norm: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(h, its norm) of u [N, H]; of the last layer also what rows heard of themselves, if `candidate_scores` has a kernel:
+        without one it would gather the rows that `transition_scores` is given."""
         injection, weights = self.drafter.lean.injection, self.injections[index]
         block = (where.batch, where.count, -1)
         if injection.second is not None:  # two hops: the eager steps
-            return add_rms_norm(injection.apply_(index, pre.clone().view(block), code).view(pre.shape), None, norm)
-        gated = injection_messages(few_rows(injection.readouts[index], pre).view(block), code, weights)
-        return injection_write(pre, gated.view(pre.shape[0], -1), weights.write, norm)  # type: ignore[return-value]
+            return *add_rms_norm(injection.apply_(index, pre.clone().view(block), code).view(pre.shape), None, norm), None
+        raw = few_rows(injection.readouts[index], pre).view(block)
+        last = index == len(self.injections) - 1 and not self.drafter.lean.keeps_two
+        heard = None
+        if last and find_kernel(candidate_scores.__name__, pre) is not None:
+            gated, heard = injection_messages(raw, code, weights, True)
+        else:
+            gated = injection_messages(raw, code, weights)
+        return *injection_write(pre, gated.view(pre.shape[0], -1), weights.write, norm), heard
 
     def _layer(self, index: int, layer: LeanLayer, entry: Tensor, normed: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """(residual stream before the MLP's sum, the MLP's output), [N, H] each, of the stream [N, H] and its norm."""
