@@ -1,10 +1,10 @@
 """Slots of one arena that come and go on their own: the server's rounds of several sequences.
 
-A sequence takes a slot, is read into it by the eager prefill (`Arena` keeps the eager caches' layout, and a slot is a view of
-one of their rows), begins, and leaves; nobody else's slot is touched. A round runs over the first n slots (`SlotView`): their
-memory is a leading part of every array, so a graph over few of them does the work of few. `limits` says how many tokens every
-slot verifies in the next round at most; a slot with 0 is parked: its budget is put aside for the round, so it writes to scrap
-only, emits nothing, and (hybrids) has its pending factors folded into its state as the others have.
+A sequence takes a slot, is read into it (`prompts`; or by the eager prefill: `Arena` keeps the eager caches' layout, and a slot
+is a view of one of their rows), begins, and leaves; nobody else's slot is touched. A round runs over the first n slots
+(`SlotView`): their memory is a leading part of every array, so a graph over few of them does the work of few. `limits` says how
+many tokens every slot verifies in the next round at most; a slot with 0 is parked: its budget is put aside for the round, so it
+writes to scrap only, emits nothing, and (hybrids) has its pending factors folded into its state as the others have.
 """
 
 from __future__ import annotations
