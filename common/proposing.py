@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dspine.common.arrays import array_namespace, astype, at_least_float32, sigmoid, top_k
+from dspine.common.arrays import array_namespace, astype, at_least_float32, sigmoid
 from dspine.common.configs import DrafterConfig
 from dspine.common.draft_heads import (
     DominoWeights,
@@ -28,7 +28,7 @@ from dspine.common.draft_heads import (
 from dspine.common.errors import CheckpointError
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.sampling import sample_candidates
-from dspine.common.signals import draft_signals
+from dspine.common.signals import draft_candidates, draft_signals, rows_finite
 from dspine.common.transition import path_walk, path_walk_sampled
 
 Array = Any
@@ -103,7 +103,8 @@ def own_scale(config: DrafterConfig, target: Any, ids: Array) -> bool:
 def make_proposal(
     config: DrafterConfig, parts: DraftParts, hidden: Array, logits: Array, anchor: Array, request: DraftRequest
 ) -> Proposal:
-    """hidden [B, M, H] final-normed and logits float32 [B, M, V] (scaled) of the proposal rows, anchor int [B] -> Proposal.
+    """hidden [B, M, H] final-normed and logits [B, M, V] (scaled) of the proposal rows, anchor int [B] -> Proposal. Logits are
+    float32; in the model's dtype only for kinds that draw rows on their own (not Domino, not DSpark).
 
     Greedy drafts are point masses: no q. At temperature > 0: DFlash draws within its top 16 (q over them); DFlash2 and DSpine
     walk over their K candidates (q over them); Domino and DSpark draw from the whole vocabulary (candidates None, q [B, M, V]).
@@ -111,25 +112,25 @@ def make_proposal(
     xp = array_namespace(logits)
     if parts.allowed is not None:
         logits = xp.where(parts.allowed, logits, xp.zeros_like(logits) + _STRUCK)
-    finite = xp.isfinite(xp.sum(logits, axis=(1, 2)))  # one pass: a sum of finite logits cannot overflow float32
     sampled = request.temperature > 0.0
     if parts.domino is not None or config.dspark is not None:
-        return _sequential(config, parts, hidden, logits, anchor, request, finite)
-    signals = draft_signals(logits, 1) if request.signals else None
+        return _sequential(config, parts, hidden, logits, anchor, request, xp.all(rows_finite(logits), axis=-1))
+    count = min(INDEPENDENT_CANDIDATES, logits.shape[-1]) if sampled else 1
+    if parts.selector is not None or parts.transition is not None:
+        count = config.selector.top_k if parts.selector is not None else config.dspine.top_k  # type: ignore[union-attr]
+    signals = draft_signals(logits, count) if request.signals else None
+    found = draft_candidates(logits, count) if signals is None else signals
     confidence, entropy = (None, None) if signals is None else (signals.confidence, signals.entropy)
-    candidates = q = None
+    candidates, finite = found.ids, xp.all(found.finite, axis=-1)
     if parts.selector is not None:
-        values, candidates = top_k(logits, config.selector.top_k)  # type: ignore[union-attr]
-        scores = selector_lattice(hidden, values, candidates, anchor, parts.selector)
+        scores = selector_lattice(hidden, found.values, candidates, anchor, parts.selector)
     elif parts.transition is not None:
-        _, candidates = top_k(logits, config.dspine.top_k)  # type: ignore[union-attr]
         scores = parts.transition(candidates)
     elif sampled:
-        values, candidates = top_k(logits, min(INDEPENDENT_CANDIDATES, logits.shape[-1]))
-        tokens, q = sample_candidates(values, candidates, request.uniforms, request.temperature)
+        tokens, q = sample_candidates(found.values, candidates, request.uniforms, request.temperature)
         return Proposal(tokens, finite, candidates, q, confidence, entropy)
     else:
-        return Proposal(xp.argmax(logits, axis=-1), finite, None, None, confidence, entropy)
+        return Proposal(candidates[:, :, 0], finite, None, None, confidence, entropy)
     if not sampled:
         return Proposal(path_walk(scores, candidates), finite, None, None, confidence, entropy)
     tokens, q = path_walk_sampled(scores, candidates, request.uniforms, request.temperature)

@@ -68,7 +68,7 @@ def draft_signals(logits: Tensor, k: int) -> DraftSignals:
     weights = shifted.exp()
     total = weights.sum(dim=-1)
     entropy = total.log() - weights.mul_(shifted).sum(dim=-1) / total
-    return DraftSignals(values, ids, 1 / total, entropy)
+    return DraftSignals(values, ids, 1 / total, entropy, signals.rows_finite(logits.to(torch.float32)))
 
 
 def attention_inputs(

@@ -164,7 +164,7 @@ def draft_signals(logits: Array, k: int) -> DraftSignals:
     if rows == 0:
         empty = mx.zeros(lead, dtype=mx.float32)
         wide = mx.zeros((*lead, k), dtype=mx.float32)
-        return DraftSignals(wide, wide.astype(mx.int32), empty, empty)
+        return DraftSignals(wide, wide.astype(mx.int32), empty, empty, empty.astype(mx.bool_))
     parts = launch(
         STRIPS,
         [logits, mx.array([vocabulary, strips, k], dtype=mx.int32)],
@@ -183,7 +183,7 @@ def draft_signals(logits: Array, k: int) -> DraftSignals:
         shapes=[(*lead, k), (*lead, k), lead, lead],
         dtypes=[mx.float32, mx.int32, mx.float32, mx.float32],
     )
-    return DraftSignals(*outputs)
+    return DraftSignals(*outputs, core.rows_finite(logits.astype(mx.float32)))  # runs only where it is read
 
 
 def supports(logits: Array, k: int) -> bool:

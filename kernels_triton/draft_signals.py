@@ -1,4 +1,4 @@
-"""Top-K, top-1 probability and entropy of every row of logits in one pass over the vocabulary.
+"""Top-K, top-1 probability and entropy of every row of logits in one pass over the vocabulary, and whether it is finite.
 
 The vocabulary is split over programs; each leaves the sums of its part (relative to its own maximum) and the largest entry of
 every group of 128. The K largest entries of a row lie in the K groups whose largest entries are largest: a second, small
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common.errors import DSpineError
-from dspine.common.signals import DraftSignals
+from dspine.common.signals import DraftCandidates, DraftSignals
 from dspine.kernels_triton import _launch
 from dspine.kernels_triton._launch import FLOATS, expect_dtype, overlaps, power_of_2, programs_of
 
@@ -51,15 +51,17 @@ def _signals_part_kernel(
     possible = x > float("-inf")  # a part may hold nothing else
     shifted = tl.where(possible, x - tl.where(most > float("-inf"), most, 0.0), 0.0)
     weights = tl.where(possible, tl.exp(shifted), 0.0)
-    place = sums + (row * parts + part) * 3
+    finite = tl.where(inside & (tl.abs(x) < float("inf")), 1.0, tl.where(inside, 0.0, 1.0))
+    place = sums + (row * parts + part) * 4
     tl.store(place, most)
+    tl.store(place + 3, tl.min(tl.min(finite, 1), 0))
     tl.store(place + 1, tl.sum(tl.sum(weights, 1), 0))
     tl.store(place + 2, tl.sum(tl.sum(weights * shifted, 1), 0))
 
 
 @triton.jit
 def _signals_join_kernel(
-    logits, tops, sums, values, ids, confidence, entropy, vocabulary, parts, groups,
+    logits, tops, sums, values, ids, confidence, entropy, finite, vocabulary, parts, groups,
     K: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row. groups: of a row; GROUPS: the power of two above."""
@@ -69,7 +71,7 @@ def _signals_join_kernel(
         gdc_wait()
     part = tl.arange(0, PARTS)
     inside = part < parts
-    place = sums + (row * parts + part) * 3
+    place = sums + (row * parts + part) * 4
     most = tl.load(place, mask=inside, other=float("-inf"))
     peak = tl.max(most, 0)
     possible = most > float("-inf")
@@ -80,6 +82,7 @@ def _signals_join_kernel(
     moment = tl.sum(scale * (tl.load(place + 2, mask=inside, other=0.0) + shift * part_total), 0)
     tl.store(confidence + row, 1.0 / total)
     tl.store(entropy + row, tl.log(total) - moment / total)
+    tl.store(finite + row, tl.min(tl.load(place + 3, mask=inside, other=1.0), 0) > 0.0)
     group, slot = tl.arange(0, GROUPS), tl.arange(0, KP)
     top = tl.load(tops + row * groups + group, mask=group < groups, other=_GONE)
     chosen = tl.full([KP], -1, tl.int32)
@@ -122,21 +125,30 @@ def draft_signals(logits: Tensor, k: int) -> DraftSignals:
     size, parts, padded = max(size, each), triton.cdiv(vocabulary, max(size, each)), power_of_2(k)
     groups = parts * (size // each)
     tops = torch.empty((rows, groups), dtype=torch.int32, device=device)
-    sums = torch.empty((rows, parts, 3), dtype=torch.float32, device=device)
+    sums = torch.empty((rows, parts, 4), dtype=torch.float32, device=device)
     values = torch.empty((rows, k), dtype=torch.float32, device=device)
     ids = torch.empty((rows, k), dtype=torch.int64, device=device)
     confidence, entropy = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    finite = torch.empty(rows, dtype=torch.bool, device=device)
     if rows:
         flat, overlap = logits.reshape(rows, vocabulary).contiguous(), overlaps(logits)
         early = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
         _signals_part_kernel[(parts, rows)](flat, tops, sums, vocabulary, parts, SIZE=size, GROUP=each, num_warps=4, **early)
         _signals_join_kernel[(rows,)](
-            flat, tops, sums, values, ids, confidence, entropy, vocabulary, parts, groups, K=k, KP=padded,
+            flat, tops, sums, values, ids, confidence, entropy, finite, vocabulary, parts, groups, K=k, KP=padded,
             PARTS=power_of_2(parts), GROUPS=power_of_2(groups), GROUP=each, num_warps=4, **early,
         )  # fmt: skip
-    return DraftSignals(values.view(*shape, k), ids.view(*shape, k), confidence.view(shape), entropy.view(shape))
+    each_row = (confidence.view(shape), entropy.view(shape), finite.view(shape))
+    return DraftSignals(values.view(*shape, k), ids.view(*shape, k), *each_row)
+
+
+def draft_candidates(logits: Tensor, k: int) -> DraftCandidates:
+    """`common.signals.draft_candidates`: the same two launches."""
+    found = draft_signals(logits, k)
+    return DraftCandidates(found.values, found.ids, found.finite)
 
 
 def register() -> None:
-    """Tell the core about `draft_signals` on CUDA."""
+    """Tell the core about `draft_signals` and `draft_candidates` on CUDA."""
     _launch.register(draft_signals, supports)
+    _launch.register(draft_candidates, supports)

@@ -54,6 +54,8 @@ def checks(scaled: bool) -> Iterator[Check]:
             yield _write_check(shape, family)
         for family in ("random", "ties", "peaked", "masked", "large"):
             yield _signals_check(shape, family)
+        for family, k in (("random", None), ("ties", None), ("masked", None), ("random", 1), ("ties", 1)):
+            yield _candidates_check(shape, family, k)
         for family in ("random", "parallel-keys", "zero-write"):
             yield _transition_check(shape, family)
             yield _candidate_check(shape, family)
@@ -247,7 +249,7 @@ def _signals_check(shape: Shape, family: str) -> Check:
     )
 
 
-def _expect_candidates(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+def _expect_found(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
     found = _expect_signals(args)
     return {name: found[name] for name in ("values", "ids", "finite")}
 
@@ -259,7 +261,7 @@ def _candidates_check(shape: Shape, family: str, k: int | None) -> Check:
         family=family,
         build=lambda: (_signals_inputs(shape, family)[0], k or shape.candidates),
         run=lambda call, args: dict(vars(call("draft_candidates", *args))),
-        expect=_expect_candidates,
+        expect=_expect_found,
         kinds={"values": "exact", "ids": "exact", "finite": "exact"},
     )
 

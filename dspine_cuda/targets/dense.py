@@ -155,6 +155,10 @@ class LeanTarget:
         """Final-normed [..., H] -> logits float32 [..., V]."""
         return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1).to(torch.float32)
 
+    def narrow_head(self, hidden: Tensor) -> Tensor:
+        """`head` in the model's own dtype, for readers that widen what they read."""
+        return self._head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
     def head_rows(self, ids: Tensor) -> Tensor:
         """LM-head rows of ids int [...] -> [..., H]."""
         return F.embedding(ids, self.head_matrix)

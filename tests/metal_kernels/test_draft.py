@@ -142,11 +142,12 @@ def test_signals_of_flat_certain_and_masked_rows():
     logits[2, :] = -np.inf
     logits[2, [9, STRIP + 3, 700]] = 1
     logits[3] = 3e38
-    values, ids, confidence, entropy = run_every_schedule(draft_signals, (logits, 3))
+    values, ids, confidence, entropy, finite = run_every_schedule(draft_signals, (logits, 3))
     np.testing.assert_array_equal(ids, [[0, 1, 2], [size - 1, 0, 1], [9, 700, STRIP + 3], [0, 1, 2]])
     np.testing.assert_array_equal(values, np.take_along_axis(logits, ids, axis=1))
     np.testing.assert_allclose(confidence, [1 / size, 1, 1 / 3, 1 / size], rtol=2e-6)
     np.testing.assert_allclose(entropy, [np.log(size), 0, np.log(3), np.log(size)], rtol=2e-6, atol=1e-6)
+    assert finite[:3].tolist() == [True, True, False]
 
 
 def test_modules_of_mlx_serve_as_norms():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 
+from dspine.common import registry, signals
 from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.protocols import DraftRequest
 from dspine.common.transfer_space import transfer_basis
+from dspine_cuda import ops
 from dspine_cuda.drafter import load_drafter
 from tests.helpers.checkpoints import change_config, change_tensors, dspine_to_dflash, two_file_form
 from tests.helpers.goldens import golden_arrays, golden_folder, golden_target
@@ -28,6 +33,36 @@ def draft(folder, request=None, dtype=torch.float32, block=2):
     ids = torch.from_numpy(io["block_token_ids"][block, :1]).long()
     states, _ = drafter._run(cache, ids)
     return drafter.propose(cache, ids, request or DraftRequest()), states.hidden[0, 0].detach().double().numpy(), drafter
+
+
+@pytest.mark.parametrize("request_", [DraftRequest(), DraftRequest(0.8, torch.full((1, 7), 0.4), signals=True)])
+def test_logits_stay_narrow_where_a_kernel_widens_them(request_, tmp_path, monkeypatch):
+    """In bfloat16 the product's own logits are read, without a float32 copy, and the proposal is the same to the last bit."""
+    ops.register()
+    folder = golden_folder("dspine", tmp_path)
+    want, _, drafter = draft(folder, request_, torch.bfloat16)
+    seen = []
+
+    def reading(operation):
+        def run(logits, k):
+            seen.append(logits.dtype)
+            return operation.reference(logits, k)
+
+        return run
+
+    monkeypatch.setattr(registry, "_kernels", dict(registry._kernels))
+    for operation in (signals.draft_candidates, signals.draft_signals):
+        registry.register_kernel(
+            operation.__name__, namespace="torch", device="cpu", function=reading(operation), name="reading"
+        )
+    head = drafter.target.head_rows(torch.arange(drafter.config.vocab_size))
+    target = SimpleNamespace(**vars(drafter.target), narrow_head=lambda hidden: hidden @ head.T)
+    monkeypatch.setattr(sys.modules[__name__], "golden_model_target", lambda *args: target)
+    got = draft(folder, request_, torch.bfloat16)[0]
+    assert seen == [torch.bfloat16]
+    for name, value in vars(want).items():
+        other = getattr(got, name)
+        assert (value is None and other is None) or torch.equal(value, other), name
 
 
 def test_context_in_pieces_equals_context_at_once(tmp_path):

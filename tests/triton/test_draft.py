@@ -89,6 +89,23 @@ def test_signals_where_parts_of_the_vocabulary_are_masked(device):
     assert got.ids[1].tolist() == list(range(8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy, interpreting
+def test_rows_that_are_not_finite(device, dtype):
+    """NaN, either infinity, in any part of the vocabulary: seen, in its own row only; ids stay in the vocabulary."""
+    logits = torch.randn(6, 9001).to(dtype)
+    for row, (place, value) in enumerate(((0, "nan"), (8999, "inf"), (5000, "-inf"), (9000, "nan"))):
+        logits[row + 1, place] = float(value)
+    for k in (1, 16):
+        got, want = draft_signals.draft_candidates(logits.to(device), k), signals.draft_candidates.reference(logits, k)
+        assert got.finite.dtype == torch.bool and got.finite.tolist() == [True, False, False, False, False, True]
+        assert want.finite.tolist() == got.finite.tolist()
+        assert ((got.ids >= 0) & (got.ids < 9001)).all()
+        good = [0, 5]
+        assert torch.equal(got.ids.cpu()[good], want.ids[good]) and torch.equal(got.values.cpu()[good], want.values[good])
+    assert torch.equal(draft_signals.draft_signals(logits.to(device), 3).finite, got.finite)
+
+
 def test_point_mass_without_any_other_mass(device):
     """The whole row is the rejected draft (only rounding rejects it): it is drawn again, as in the core."""
     p = torch.zeros(1, 2, 700)

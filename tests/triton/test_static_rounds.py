@@ -47,6 +47,7 @@ def kernels(monkeypatch):
     for name in ops._TRITON_KERNELS:
         module = importlib.import_module(f"dspine.kernels_triton.{name}")
         names = {"accept": ACCEPT, "gdn_verify": ("gdn_verify", "gdn_verify_deferred"),
+                 "draft_signals": ("draft_signals", "draft_candidates"),
                  "path_walk": ("path_walk", "path_walk_sampled")}.get(name, (name,))  # fmt: skip
         for each in names:
             run = noted(ran, each, getattr(module, each))
@@ -78,7 +79,7 @@ def reports(pair, mode, rules, count):
 
 
 CASES = [
-    (WIDTH, "greedy", {"accept_greedy", "block_attention", "candidate_scores", "path_walk"}),
+    (WIDTH, "greedy", {"accept_greedy", "block_attention", "candidate_scores", "path_walk", "draft_candidates"}),
     (3, "rejection", {"path_walk_sampled", "accept_rejection_logits"}),
     (PLAIN, "point-mass", {"accept_point_mass_logits"}),
     (4, "point-mass", {"accept_point_mass_logits"}),
