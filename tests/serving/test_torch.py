@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -13,8 +15,9 @@ from dspine.common.decoding import DecodingLoop, DecodingParams
 from dspine.common.protocols import DraftRequest, Engine
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.policies import StaticPolicy
+from dspine.common.serving.lengths import CostTable
 from dspine.common.serving.prefixes import PrefixCache
-from dspine.common.serving.rounds import measure_costs
+from dspine.common.serving.rounds import BatchRounds, measure_costs
 from dspine_cuda.drafter import load_drafter
 from dspine_cuda.serving import TorchBatcher, TorchPrefixes, support
 from dspine_cuda.targets.layers import can_pack
@@ -157,6 +160,31 @@ def test_bytes_of_kept_prefixes_are_counted(pair):
     assert prefixes.keep(np.arange(30, dtype=np.int32), loop) and prefixes.nbytes == prefixes.limit  # what fits is kept
     tiny = PrefixCache(ops, ops.nbytes(loop.cache, loop.draft_cache, 3))
     assert not tiny.keep(np.arange(30, dtype=np.int32), loop) and tiny.nbytes == 0
+
+
+def test_what_follows_the_verdict_is_the_hosts_share(pair, monkeypatch):
+    """A clock that goes on by one at each look, and by a hundred while a round is committed."""
+    target, drafter, batcher = pair
+    now = [0.0]
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    def commit(*rest):
+        now[0] += 100.0
+        return batcher.commit(*rest)
+
+    loops = [make_loop(target, drafter, prompt) for prompt in PROMPTS[:2]]
+    for loop in loops:
+        loop.step()
+    slow = SimpleNamespace(
+        verify=batcher.verify, propose=batcher.propose, commit=commit, commit_drafts=batcher.commit_drafts, shares_length=False
+    )
+    rounds = BatchRounds(Engine(target, drafter, None, "torch", "", "", None), slow, CostTable({(2, 1): 1.0, (2, 8): 1.0}, {}))
+    monkeypatch.setattr("dspine.common.serving.rounds.perf_counter", clock)
+    rounds.run(loops)
+    assert rounds.lengths.costs.host == 101.0 and not rounds.lengths.costs.overlaps
 
 
 def test_costs_are_measured_on_scratch_caches(pair):
