@@ -1,4 +1,5 @@
-"""Gate x message of the injection (`algorithms` 1, equations a), in one launch: three products that share their inputs."""
+"""Gate x message of the injection (`algorithms` 1, equations a), in one launch: the receiver's product, and the predecessor's
+two as one."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from dspine.kernels_triton._launch import (
     sigmoid,
 )
 
-ROWS, COLUMNS, STEP, WARPS = 16, 16, 128, 2
+ROWS, COLUMNS, WARPS = 16, 16, 2  # warps: each has 8 columns of its own; more would do the same work again
 
 
 @triton.jit
@@ -37,6 +38,18 @@ def fetch_three(one, two, three, column, size, rank, FETCH: tl.constexpr):
     fetch(one + at)
     fetch(two + at)
     fetch(three + at)
+
+
+@triton.jit
+def pair_of(one, other, first, BA: tl.constexpr, rank):
+    """Where rows first, first + 1, … of two matrices [size, rank] begin, in turn: pointers [2 BA], and which row each is.
+
+    Two products that share an operand keep the compiler from dealing their columns out to the warps; as one they do not.
+    """
+    lane = tl.arange(0, 2 * BA)
+    column = first + lane // 2
+    at = column.to(tl.int64) * rank
+    return tl.where(lane % 2 == 0, one + at, other + at), column
 
 
 @triton.jit
@@ -52,18 +65,22 @@ def _injection_gate_kernel(
         if tl.program_id(1) == 0:
             fetch_three(of_receiver, of_predecessor, message, column, size, rank, FETCH)
         gdc_wait()
+    receivers = of_receiver + column.to(tl.int64) * rank
+    others, of_pair = pair_of(of_predecessor, message, tl.program_id(0) * BA, BA, rank)
     gate = tl.zeros([BN, BA], dtype=tl.float32)
-    sent = tl.zeros([BN, BA], dtype=tl.float32)
+    both = tl.zeros([BN, 2 * BA], dtype=tl.float32)
     for start in range(0, RANK_PAD, BR):
         lane = start + tl.arange(0, BR)
         of_row = (row < rows)[:, None] & (lane < rank)[None, :]
-        of_weight = (column < size)[None, :] & (lane < rank)[:, None]
-        weight = column[None, :].to(tl.int64) * rank + lane[:, None]
+        real = (lane < rank)[:, None]
         hears = tl.load(receiver + (row // REPEAT).to(tl.int64)[:, None] * rank + lane[None, :], mask=of_row, other=0.0)
+        of_own = tl.load(receivers[None, :] + lane[:, None], mask=real & (column < size)[None, :], other=0.0)
+        gate += multiply(hears, of_own)
         before = tl.load(predecessor + row.to(tl.int64)[:, None] * rank + lane[None, :], mask=of_row, other=0.0)
-        gate += multiply(hears, tl.load(of_receiver + weight, mask=of_weight, other=0.0))
-        gate += multiply(before, tl.load(of_predecessor + weight, mask=of_weight, other=0.0))
-        sent += multiply(before, tl.load(message + weight, mask=of_weight, other=0.0))
+        of_both = tl.load(others[None, :] + lane[:, None], mask=real & (of_pair < size)[None, :], other=0.0)
+        both += multiply(before, of_both)
+    sending, sent = tl.split(both.reshape(BN, BA, 2))
+    gate += sending
     gate += tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
     gated = sent * sigmoid(gate)
     inside = (row < rows)[:, None] & (column < size)[None, :]
@@ -90,10 +107,12 @@ def launch(
     for before the launch in front has ended."""
     rows, rank = predecessor.shape
     size = weights.message.shape[0]
+    step, stages = (128, 5) if predecessor.dtype == torch.bfloat16 else (64, 2)
     _injection_gate_kernel[(triton.cdiv(size, COLUMNS), triton.cdiv(rows, ROWS))](
         receiver, predecessor, weights.receiver_gate, weights.predecessor_gate, weights.message, weights.bias, out,
-        rows, size, rank, REPEAT=repeat, BN=ROWS, BA=COLUMNS, RANK_PAD=triton.cdiv(rank, STEP) * STEP, BR=STEP,
-        FETCH=power_of_2(rank, 64), OVERLAP=overlap, num_warps=WARPS, **({"launch_pdl": True} if overlap else {}),
+        rows, size, rank, REPEAT=repeat, BN=ROWS, BA=COLUMNS, RANK_PAD=triton.cdiv(rank, step) * step, BR=step,
+        FETCH=power_of_2(rank, 64), OVERLAP=overlap, num_warps=WARPS, num_stages=stages,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 

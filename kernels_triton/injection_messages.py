@@ -35,7 +35,7 @@ from dspine.kernels_triton._launch import (
     programs_of,
     sigmoid,
 )
-from dspine.kernels_triton.injection_gate import check_weights
+from dspine.kernels_triton.injection_gate import check_weights, pair_of
 
 ROWS = 16
 LEAST_PART = 128  # inputs of a column that a program takes at least
@@ -64,15 +64,6 @@ def fetch_part(matrix, column, begin, size, rank, FETCH: tl.constexpr):
     """Ask the cache for inputs [begin, begin + FETCH) of rows `column` of [size, rank]."""
     line = tl.minimum(begin + tl.arange(0, FETCH // 64) * 64, rank - 1)
     fetch(matrix + tl.minimum(column, size - 1).to(tl.int64)[:, None] * rank + line[None, :])
-
-
-@triton.jit
-def pair_of(one, other, first, BA: tl.constexpr, rank):
-    """Where rows first, first + 1, … of two matrices [size, rank] begin, in turn: pointers [2 BA], and which row each is."""
-    lane = tl.arange(0, 2 * BA)
-    column = first + lane // 2
-    at = column.to(tl.int64) * rank
-    return tl.where(lane % 2 == 0, one + at, other + at), column
 
 
 @triton.jit

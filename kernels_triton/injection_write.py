@@ -8,6 +8,7 @@ weight while the first still works.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.kernels_triton import _launch
+from dspine.kernels_triton._choices import choice
 from dspine.kernels_triton._launch import (
     FLOATS,
     contiguous,
@@ -29,8 +31,25 @@ from dspine.kernels_triton._launch import (
     power_of_2,
 )
 
-ROWS, COLUMNS, STEP = 16, 32, 128
+ROWS = 16
 MOST_FETCHED = 1024  # inputs of a column
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The product's: outputs of a program, inputs it reads at a time, warps, stages of the pipeline. row_warps: of the second
+    launch's programs, one a row."""
+
+    columns: int = 32
+    step: int = 256
+    num_warps: int = 4
+    stages: int = 3
+    row_warps: int = 8
+
+
+def choose(dtype: torch.dtype) -> Launch:
+    """Launch parameters; `injection_write=…` in DSPINE_KERNELS_TRY replaces those of bfloat16."""
+    return choice("injection_write", Launch()) if dtype == torch.bfloat16 else Launch(step=128)
 
 
 @triton.jit
@@ -84,10 +103,11 @@ def product(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> No
     """x [N, a] @ weight [H, a]^T -> out float32 [N, H]; all contiguous, none checked. `overlap`: this launch may start before
     the one in front has ended, and the next one, which must wait inside, before this one has."""
     rows, size = x.shape
-    columns = weight.shape[0]
-    _product_kernel[(triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS))](
-        x, weight, out, rows, columns, size, BN=ROWS, BH=COLUMNS, SIZE_PAD=triton.cdiv(size, STEP) * STEP, BA=STEP,
-        FETCH=power_of_2(min(size, MOST_FETCHED), 64), OVERLAP=overlap, num_warps=4,
+    columns, chosen = weight.shape[0], choose(x.dtype)
+    step = min(chosen.step, power_of_2(triton.cdiv(size, 2), 16))  # a single step would not be pipelined
+    _product_kernel[(triton.cdiv(columns, chosen.columns), triton.cdiv(rows, ROWS))](
+        x, weight, out, rows, columns, size, BN=ROWS, BH=chosen.columns, SIZE_PAD=triton.cdiv(size, step) * step, BA=step,
+        FETCH=power_of_2(min(size, MOST_FETCHED), 64), OVERLAP=overlap, num_warps=chosen.num_warps, num_stages=chosen.stages,
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -123,7 +143,7 @@ def injection_write(hidden: Tensor, gated: Tensor, write: Tensor, norm: Any | No
         weight, eps = (u, 0.0) if norm is None else (norm.weight.detach().contiguous(), norm.eps)
         _write_kernel[(rows,)](
             u, message, weight, out, normed, columns, eps, BH=power_of_2(columns), HAS_NORM=norm is not None, OVERLAP=overlap,
-            num_warps=8, **({"launch_pdl": True} if overlap else {}),
+            num_warps=choose(u.dtype).row_warps, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     out = out.view(hidden.shape)
     return out if norm is None else (out, normed.view(hidden.shape))

@@ -40,7 +40,8 @@ from dspine.kernels_triton._launch import (
     thirds,
     variant,
 )
-from dspine.kernels_triton.injection_messages import fetch_part, pair_of
+from dspine.kernels_triton.injection_gate import pair_of
+from dspine.kernels_triton.injection_messages import fetch_part
 from dspine.kernels_triton.injection_write import readable_norm
 
 READOUT = linear_rows.Launch(32, 256, 4, 3, 512, 4)  # few columns: their inputs split over programs

@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.decode --json decode.json
     python -m benchmarks.kernels.decode --tune --json tune.json    launch parameters of linear_rows and routed_experts
+    python -m benchmarks.kernels.decode --tune --only dspine       those of DSpine's own kernels, and its readout's product
     python -m benchmarks.kernels.decode --compare --json ab.json  split products; then layers with and without each choice
 
 Times are CUDA graph replays of a chain of calls over different memory (so no cache holds it), divided by the calls: launches
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
+from benchmarks.kernels import draft_cases
 from benchmarks.kernels.decode_cases import LENGTHS, MATRICES, Case, cases, mixture, product
 from benchmarks.kernels.timing import measure_floors, replay
 from benchmarks.provenance import provenance
@@ -75,7 +77,10 @@ def tuned(names: list[str]) -> list[tuple[str, int, Any]]:
     for w in (1, 16):
         tasks += [(name, w, chosen) for name in names for chosen in linear_choices()]
         tasks += [("experts", w, chosen) for chosen in expert_choices()]
-    return tasks
+    # last: their choices are left in the environment
+    name = draft_cases.READOUT
+    readout = [(f"dspine {name}", 16, chosen) for _, w, chosen in split_tasks([name]) if w == 16]
+    return tasks + readout + draft_cases.tasks()
 
 
 def split_tasks(names: list[str]) -> list[tuple[str, int, Any]]:
@@ -137,6 +142,10 @@ def compare(names: list[str], processes: int, floors: Any) -> list[dict[str, Any
 def build(task: tuple[str, int, Any], short: bool) -> Case:
     """The case of a plain name (parameters None), of one with a value of DSPINE_KERNELS_TRY, or of a launch choice."""
     name, w, chosen = task
+    if name.startswith("dspine") and isinstance(chosen, str):
+        os.environ["DSPINE_KERNELS_TRY"] = chosen
+        return draft_cases.case(name, short)
+    name = name.removeprefix("dspine ")
     if chosen is None or isinstance(chosen, str):
         if chosen:
             os.environ["DSPINE_KERNELS_TRY"] = chosen
@@ -214,11 +223,19 @@ def show_tuned(found: list[dict[str, Any]]) -> None:
         mine = sorted((r for r in found if (r["op"], r["w"]) == (name, w) and "us" in r), key=lambda r: r["us"])
         best = "; ".join(f"{r['us']:.1f} {_brief(r['launch'])}" for r in mine[:4])
         print(f"{name:<18} w={w:<3}floor {mine[0]['floor']:.1f}  {best}" if mine else f"{name} w={w}: none ran", flush=True)
+        for row in found:
+            if (row["op"], row["w"]) == (name, w) and "failed" in row:
+                print(f"    {_brief(row['launch'])}: {row['failed']}", flush=True)
+        today = next((r["us"] for r in mine if r["launch"] == draft_cases.today(name)), None)
+        if today is not None:
+            print(f"    today's: {today:.1f}", flush=True)
+    if kept := draft_cases.best(found):
+        print(f"DSPINE_KERNELS_TRY='{kept}'", flush=True)
 
 
 def _brief(launch: Any) -> str:
     parts = launch if isinstance(launch, list) else [launch]
-    return " | ".join(",".join(str(value) for value in part.values()) for part in parts)
+    return " | ".join(part if isinstance(part, str) else ",".join(map(str, part.values())) for part in parts)
 
 
 def plain(options: argparse.Namespace, wanted: list[str], begun: float) -> tuple[list[dict[str, Any]], Any]:
