@@ -35,6 +35,24 @@ def _follow(table, M: tl.constexpr, MP: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
+def _follow_packed(table, M: tl.constexpr, MP: tl.constexpr, KP: tl.constexpr):
+    """`_follow` for up to 16 candidates: a position's row is one number of four bits each, so a step is a shift, and what
+    fetches the numbers out of their lanes does not wait for the step before."""
+    place = tl.arange(0, KP).to(tl.int64) * 4
+    packed = tl.sum(tl.reshape(table, [MP, KP]).to(tl.int64) << place[None, :], 1)
+    position = tl.arange(0, MP)
+    picks = tl.zeros([MP], dtype=tl.int32)
+    before = tl.zeros([MP], dtype=tl.int32)
+    current = tl.full([], 0, tl.int32)
+    for t in tl.static_range(M):
+        row = tl.sum(tl.where(position == t, packed, 0), 0)
+        before = tl.where(position == t, current, before)
+        current = ((row >> (current * 4).to(tl.int64)) & 15).to(tl.int32)
+        picks = tl.where(position == t, current, picks)
+    return picks, before
+
+
+@triton.jit
 def _draw(weights, threshold, lane):
     """First index whose running sum exceeds `threshold` [N], clamped to positive weights: [N, KP] -> [N]."""
     running = tl.cumsum(weights, 1)
@@ -73,7 +91,10 @@ def _walk_kernel(
         choice = _draw(weights, u * tl.sum(weights, 1), lane)
     else:
         choice = tl.argmax(x, 1).to(tl.int32)
-    picks, before = _follow(choice, M, MP, KP)
+    if KP <= 16:
+        picks, before = _follow_packed(choice, M, MP, KP)
+    else:
+        picks, before = _follow(choice, M, MP, KP)
     row = tl.arange(0, MP)
     found = tl.load(candidates + (batch * M + row) * K + picks, mask=row < M, other=0)
     tl.store(tokens + batch * M + row, found, mask=row < M)
@@ -108,7 +129,7 @@ def _walk(where: str, scores: Tensor, candidates: Tensor, uniforms: Tensor | Non
         _walk_kernel[(batch,)](
             flat, candidates.contiguous(), flat if uniforms is None else uniforms.contiguous(), tokens, q, temperature,
             M=count, K=size, MP=power_of_2(count), KP=power_of_2(size), SAMPLED=uniforms is not None,
-            OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
+            OVERLAP=overlap, num_warps=2 if size <= 16 else 4, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return tokens, q
 
