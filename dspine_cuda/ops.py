@@ -30,13 +30,17 @@ _TRITON_KERNELS = (
     "injection_messages",
     "injection_write",
     "linear_rows",
+    "normed_gated_rows",
+    "normed_rows",
     "path_walk",
     "pick_experts",
+    "residual_rows",
     "routed_experts",
     "select_length",
     "settle_round",
     "sigmoid_mul",
     "silu_mul",
+    "stepping",
     "transition_scores",
 )
 _LOW_WORD = 0xFFFFFFFF

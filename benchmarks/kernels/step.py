@@ -38,7 +38,7 @@ from dspine_cuda.runtime import RUNTIME
 LENGTHS = (1, 16)
 STEPS = (("verify", 1), ("verify", 16), "draft")
 MODELS = {"Qwen/Qwen3-8B": "8b", "Qwen/Qwen3.6-35B-A3B": "35b"}  # whose matrices are tried
-SWITCHES = ("late_next", "attention_ahead", "experts_ahead", "transition_pairs")
+SWITCHES = ("late_next", "norms_ride", "attention_ahead", "experts_ahead", "transition_pairs")
 SHAPES = (  # columns, step, warps, stages of linear_rows
     (16, 256, 4, 4), (16, 512, 4, 3), (16, 512, 4, 4), (32, 128, 4, 6), (32, 256, 4, 3), (32, 256, 4, 4), (64, 128, 4, 4),
     (64, 128, 8, 4),

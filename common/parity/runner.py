@@ -23,6 +23,7 @@ from dspine.common import (
     quantized_rows,
     settling,
     signals,
+    stepping,
     transition,
 )
 from dspine.common.errors import DSpineError
@@ -34,6 +35,7 @@ from dspine.common.parity import (
     layer_checks,
     packed_checks,
     round_checks,
+    step_checks,
 )
 from dspine.common.parity.backends import ParityBackend, map_values, role_dtype, rounded
 from dspine.common.parity.checks import Check
@@ -64,16 +66,25 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         acceptance.accept_point_mass,
         acceptance.accept_point_mass_logits,
         acceptance.accept_rejection_logits,
+        lengths.bound_lengths,
         settling.settle_round,
+        stepping.table_rows,
+        stepping.enter_block,
+        stepping.round_uniforms,
+        stepping.round_limits,
+        stepping.place_drafts,
         attention.attention_inputs,
         attention.block_attention,
         norms.add_rms_norm,
         gating.sigmoid_mul,
         gating.silu_mul,
         gating.gated_rows,
+        gating.normed_gated_rows,
         experts.pick_experts,
         experts.routed_experts,
         linear_rows.linear_rows,
+        linear_rows.normed_rows,
+        linear_rows.residual_rows,
         quantized_rows.quantized_rows,
         quantized_rows.gathered_rows,
     )
@@ -118,7 +129,7 @@ class Declined(Exception):
 @lru_cache(maxsize=2)
 def table(scaled: bool) -> tuple[Check, ...]:
     """All checks; `scaled`: real model shapes cut down for emulated and interpreted backends."""
-    parts = (gdn_checks, round_checks, draft_checks, decision_checks, block_checks, layer_checks, packed_checks)
+    parts = (gdn_checks, round_checks, draft_checks, decision_checks, block_checks, layer_checks, packed_checks, step_checks)
     return tuple(check for part in parts for check in part.checks(scaled))
 
 

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspine.common.linear_rows import normed_rows
 from dspine.common.norms import add_rms_norm
+from dspine.common.stepping import table_rows
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Where, few_rows, gated, place_inputs
+from dspine_cuda.static.steps import Where, feed_forward, few_rows, norms_ride, place_inputs
 from dspine_cuda.targets.dense import DenseLayer, DenseTarget
 
 
@@ -47,18 +49,21 @@ class StaticDense:
     def run(self, tokens: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         """All layers over tokens int [B, w]: their rows after the last norm [at least B w, H], and the features [B, w, F].
 
-        Every residual sum runs with the norm behind it, so a layer leaves its update for the next one to add.
+        Residual sums and norms ride in the products before and behind them; where those are not the kernels', every sum runs
+        with the norm behind it, so a layer leaves its update for the next one to add.
         """
         target = self.target
-        residual = self._padded(F.embedding(tokens.reshape(-1), target.embedding))
+        residual = self._padded(table_rows(target.embedding, tokens).view(where.batch * where.count, -1))
         update: Tensor | None = None
         outputs: list[Tensor] = []  # of the layers so far
         for layer, store in zip(target.layers, self.stores, strict=True):
-            entry, normed = add_rms_norm(residual, update, layer.input_norm)
+            if update is None and norms_ride(residual, layer.qkv):
+                entry, qkv = residual, normed_rows(residual, layer.input_norm, layer.qkv.weight)
+            else:
+                entry, normed = add_rms_norm(residual, update, layer.input_norm)
+                qkv = few_rows(layer.qkv, normed)
             outputs.append(entry)
-            mixed = self._padded(attend(layer, few_rows(layer.qkv, normed), store, where))
-            residual, normed = add_rms_norm(entry, few_rows(layer.output, mixed), layer.mlp_norm)
-            update = few_rows(layer.down, gated(layer.gate_up, normed))
+            residual, update = feed_forward(layer, entry, self._padded(attend(layer, qkv, store, where)))
         last, normed = add_rms_norm(residual, update, target.norm)
         outputs = [*outputs[1:], last]
         rows, shape = where.batch * where.count, (where.batch, where.count, -1)

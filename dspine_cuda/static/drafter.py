@@ -13,11 +13,12 @@ from dspine.common.masks import MaskRule
 from dspine.common.norms import RMSNorm, add_rms_norm
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.registry import find_kernel
+from dspine.common.stepping import enter_block
 from dspine.common.transition import candidate_scores
 from dspine_cuda.draft_inference import LeanLayer, signed_tables
 from dspine_cuda.drafter import BlockStates, TorchDrafter
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Where, few_rows, gated, place_inputs
+from dspine_cuda.static.steps import Where, feed_forward, few_rows, gated, place_inputs
 
 
 def refusal(drafter: Any) -> str | None:
@@ -51,6 +52,9 @@ class StaticDrafter:
         self.stores = store.unbind(0)
         cos, sin = signed_tables(*drafter.model.rope(store.shape[4]))
         self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+        # what `embed_block` makes of a mask token, whatever it is scaled by or replaced with
+        self.fill = drafter.embed_block(torch.zeros_like(arena.anchor[:1]))[0][0, 1].clone()
+        self.table, self.codes = drafter.target.embedding.to(self.fill.dtype), drafter.known_codes
         self.full = torch.full_like(arena.lengths, self.config.query_rows)
         self.scale = self.config.head_dim**-0.5
         lean, injection = drafter.lean, drafter.model.injection
@@ -60,7 +64,7 @@ class StaticDrafter:
     def propose(self, request: DraftRequest) -> Proposal:
         """A block behind the committed tokens of every slot, from the arena's anchors."""
         arena, rows = self.arena, self.config.query_rows
-        embeddings, code = self.drafter.embed_block(arena.anchor)
+        embeddings, code = enter_block(self.table, arena.anchor, self.fill, rows, self.codes, self.config.input_embedding_scale)
         live = self.full * (arena.remaining > 0) if arena.is_shared else self.full  # an idle slot may be reading its prompt
         hidden, pre, heard = self._block(embeddings, Where(arena.lengths, live, self.cos, self.sin, rows), code)
         shape = (arena.shape.batch, 1, rows, -1)
@@ -83,7 +87,7 @@ class StaticDrafter:
                 entry = pre
             else:
                 # the sum only; unlike torch's own, this launch may start under the one in front
-                pre, _ = add_rms_norm(residual, update, norm)
+                pre = residual if update is None else add_rms_norm(residual, update, norm)[0]
                 entry, normed, heard = self._inject(index, pre, where, code, norm)
         return normed, torch.cat([pre, earlier], dim=-1) if lean.keeps_two else pre, heard
 
@@ -103,15 +107,19 @@ class StaticDrafter:
             gated = injection_messages(raw, code, weights)
         return *injection_write(pre, gated.view(pre.shape[0], -1), weights.write, norm), heard
 
-    def _layer(self, index: int, layer: LeanLayer, entry: Tensor, normed: Tensor, where: Where) -> tuple[Tensor, Tensor]:
-        """(residual stream before the MLP's sum, the MLP's output), [N, H] each, of the stream [N, H] and its norm."""
+    def _layer(self, index: int, layer: LeanLayer, entry: Tensor, normed: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+        """(residual stream before the MLP's sum, the MLP's output), [N, H] each, of the stream [N, H] and its norm; None behind
+        the stream where the sum is in it already."""
         block = (where.batch, where.count, -1)
         normed, after = _prepared(layer.attention_conv, normed, block)
         projected = few_rows(layer.qkv, normed).view(where.batch, where.count, -1, layer.head_dim)
         store, rule = self.stores[index], self.drafter.rules[index]
         query = place_inputs(projected, store, where, layer.heads, layer.qk_norm)
         mixed = block_attention(query, store[0], store[1], where.lengths, self.scale, rule.causal, rule.window)
-        mixed = _finished(layer.attention_conv, few_rows(layer.output, mixed.reshape(entry.shape[0], -1)), after, block)
+        mixed = mixed.reshape(entry.shape[0], -1)
+        if layer.attention_conv is None and layer.mlp_conv is None:
+            return feed_forward(layer, entry, mixed)
+        mixed = _finished(layer.attention_conv, few_rows(layer.output, mixed), after, block)
         residual, normed = add_rms_norm(entry, mixed, layer.mlp_norm)
         normed, after = _prepared(layer.mlp_conv, normed, block)
         return residual, _finished(layer.mlp_conv, few_rows(layer.down, gated(layer.gate_up, normed)), after, block)
@@ -121,7 +129,8 @@ class StaticDrafter:
         batch, count = features.shape[:2]
         lean, where = self.drafter.lean, Where(lengths, m, self.cos, self.sin, count)
         flat = features.reshape(batch * count, -1).to(self.stores[0].dtype)
-        rows = few_rows(lean.context_kv, lean.hidden_norm(few_rows(lean.fc, flat)))
+        _, normed = add_rms_norm(few_rows(lean.fc, flat), None, lean.hidden_norm)
+        rows = few_rows(lean.context_kv, normed)
         rows = rows.view(batch, count, len(lean.layers), 2 * lean.kv_heads, lean.head_dim)
         for index, (store, norm) in enumerate(zip(self.stores, self.key_norms, strict=True)):
             place_inputs(rows[:, :, index], store, where, 0, norm)

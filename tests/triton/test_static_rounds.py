@@ -26,6 +26,7 @@ from tests.torch.test_static_loop import routed_calibration
 WIDTH = 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACCEPT = ("accept_greedy", "accept_point_mass", "accept_point_mass_logits", "accept_rejection_logits")
+STEPS = ("table_rows", "enter_block", "round_uniforms", "round_limits", "place_drafts", "bound_lengths")
 ROUNDS = 8 if DEVICE == "cuda" else 1  # the interpreter takes seconds a round
 
 
@@ -47,7 +48,7 @@ def kernels(monkeypatch):
     for name in ops._TRITON_KERNELS:
         module = importlib.import_module(f"dspine.kernels_triton.{name}")
         names = {"accept": ACCEPT, "gdn_verify": ("gdn_verify", "gdn_verify_deferred"),
-                 "draft_signals": ("draft_signals", "draft_candidates"),
+                 "draft_signals": ("draft_signals", "draft_candidates"), "stepping": STEPS,
                  "path_walk": ("path_walk", "path_walk_sampled")}.get(name, (name,))  # fmt: skip
         for each in names:
             run = noted(ran, each, getattr(module, each))
@@ -87,6 +88,19 @@ CASES = [
 ]
 
 
+RIDING = ("normed_gated_rows", "residual_rows")  # norms and residual sums in the products beside them
+
+
+@pytest.mark.slow
+def test_rounds_with_norms_of_their_own(pair, kernels, monkeypatch):
+    monkeypatch.setenv("DSPINE_KERNELS_TRY", "norms_ride=0")
+    with one_thread():
+        got = reports(pair, WIDTH, RoundRules("greedy", SamplingParams(temperature=0.0)), 2)
+        with registry.reference_only():
+            assert got == reports(pair, WIDTH, RoundRules("greedy", SamplingParams(temperature=0.0)), 2)
+    assert {"gated_rows", "add_rms_norm"} <= kernels and not kernels & {"normed_rows", *RIDING}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "rule", "names"), CASES)
 def test_rounds_over_the_kernels(pair, kernels, mode, rule, names):
@@ -105,6 +119,8 @@ def test_rounds_over_the_kernels(pair, kernels, mode, rule, names):
     assert got == want
     expected = names | ({"gdn_round", "gdn_keep", "pick_experts", "routed_experts", "sigmoid_mul"} if hybrid else set())
     expected |= {"correct_length"} if mode == POLICY and hybrid else set()
-    expected |= {"attention_inputs", "add_rms_norm", "settle_round"} | (set() if hybrid else {"gated_rows"})
-    expected |= {"injection_messages", "injection_write", "gated_rows"} if mode != PLAIN else set()
+    expected |= set(STEPS[3:5]) | {"table_rows"} | ({"enter_block"} if mode != PLAIN else set())
+    expected |= {"bound_lengths"} if mode == POLICY else {"round_uniforms"} if rule != "greedy" else set()
+    expected |= {"attention_inputs", "add_rms_norm", "settle_round"} | (set() if hybrid else {"normed_rows", *RIDING})
+    expected |= {"injection_messages", "injection_write", *RIDING} if mode != PLAIN else set()
     assert expected <= kernels
