@@ -348,6 +348,11 @@ class TorchDrafter:
             embeddings[:, 1:] = self._mask_embedding
         return embeddings, None if self.model.injection is None else self.known(anchor)
 
+    @property
+    def known_codes(self) -> Tensor | None:
+        """C [V, r] (DSpine); `known` of a token is its row times sqrt(r)."""
+        return None if self.model.injection is None else self.model.transfer_codes
+
     def known(self, tokens: Tensor) -> Tensor:
         """`transfer_space.known_token` of int [...] -> [..., r], in two operations."""
         codes = self.model.transfer_codes

@@ -6,11 +6,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from dspine.common import settling
 from dspine.common.settling import Counters, Settled
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import contiguous, power_of_2
+from dspine.kernels_triton._launch import contiguous, overlaps, power_of_2
 
 LONGEST, MOST_STOPS = 64, 256
 _HEAD = tl.constexpr(settling.REPORT_HEAD)
@@ -19,8 +20,10 @@ _HEAD = tl.constexpr(settling.REPORT_HEAD)
 @triton.jit
 def _settle_round_kernel(
     accepted, next_token, block, finite, lengths, anchor, remaining, generated, stops, report, m_out, before_out, w, ends,
-    ROWS: tl.constexpr, PAD: tl.constexpr, STOPS: tl.constexpr,
+    ROWS: tl.constexpr, PAD: tl.constexpr, STOPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()  # the next launch begins when this one has ended: it may read the counters at once
     batch = tl.program_id(0)
     i, j = tl.arange(0, PAD), tl.arange(0, STOPS)
     count = tl.load(accepted + batch).to(tl.int32)
@@ -83,10 +86,12 @@ def settle_round(
     m, before = torch.empty_like(counters.lengths), torch.empty_like(counters.lengths)
     batch, rows = block.shape
     if batch:
+        overlap = overlaps(block)
         _settle_round_kernel[(batch,)](
             accepted.contiguous(), next_token.contiguous(), block, finite.contiguous(), counters.lengths, counters.anchor,
             counters.remaining, counters.generated, stops.contiguous(), report, m, before, w, stops.shape[0],
-            ROWS=rows, PAD=power_of_2(rows), STOPS=power_of_2(stops.shape[0]), num_warps=1,
+            ROWS=rows, PAD=power_of_2(rows), STOPS=power_of_2(stops.shape[0]), num_warps=1, OVERLAP=overlap,
+            **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return Settled(m, before, counters, report)
 

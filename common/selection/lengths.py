@@ -50,6 +50,16 @@ class LengthChoice:
     survival: Array
 
 
+@dataclass(frozen=True)
+class RoundLengths:
+    """A round's lengths, int32 [B]: nominal w0, upper u (Stage 0's), chosen w (without a correction); survival as before."""
+
+    nominal: Array
+    upper: Array
+    chosen: Array
+    survival: Array
+
+
 @operation
 def select_length(confidence: Array, entropy: Array, limit: Array, tables: LengthTables) -> LengthChoice:
     """Eq. 5: w0 = argmax over w in 2..W of 1 + sum_{i < w} p_i - rho C_tgt(w); of equal scores the shorter.
@@ -65,6 +75,42 @@ def select_length(confidence: Array, entropy: Array, limit: Array, tables: Lengt
     length = astype(xp.argmax(score, axis=-1), xp.int32) + 2
     limit = astype(limit, xp.int32)
     return LengthChoice(length, _minimum(_minimum(length + 1, length * 0 + drafts + 1), limit), survival)
+
+
+@operation
+def bound_lengths(
+    length: Array, stage_zero: Array, survival: Array, finite: Array, remaining: Array, room: RoundLengths, rows: int,
+    corrected: bool,
+) -> RoundLengths:  # fmt: skip
+    """What `select_length` chose within a round's bounds: no more than the budget `remaining` int32 [B] and `rows`, and of a
+    draft that is not `finite` bool [B] its anchor alone; at least 1. corrected: Stage 0 covers u, not w0.
+
+    A kernel writes `room` and returns it, the core's own code returns new arrays.
+    """
+    check_bound_lengths(length, stage_zero, survival, finite, remaining, room, rows)
+    xp = array_namespace(length, survival)
+    found, one = astype(length, xp.int32), xp.ones_like(astype(length, xp.int32))
+    most = xp.clip(xp.where(finite, xp.clip(astype(remaining, xp.int32), None, rows), one), 1, None)
+    reach = astype(stage_zero, xp.int32) if corrected else found
+    return RoundLengths(found, _minimum(reach, most), _minimum(found, most), survival)
+
+
+def check_bound_lengths(
+    length: Array, stage_zero: Array, survival: Array, finite: Array, remaining: Array, room: RoundLengths, rows: int
+) -> None:
+    """Raise `DSpineError` where shapes do not fit together."""
+    each = {"stage_zero": stage_zero, "finite": finite, "remaining": remaining}
+    each |= {name: x for name, x in vars(room).items() if name != "survival"}
+    if len(room.survival.shape) != 2 or room.survival.shape[1] < survival.shape[1]:
+        raise DSpineError(
+            f"bound_lengths: room.survival must have shape [B, {survival.shape[1]} or more], got {tuple(room.survival.shape)}"
+        )
+    for name, x in each.items():
+        if tuple(x.shape) != (survival.shape[0],) or len(length.shape) != 1 or rows < 1:
+            raise DSpineError(
+                f"bound_lengths: length and {name} must have shape ({survival.shape[0]},) and rows be 1 or more, got "
+                f"{tuple(length.shape)}, {tuple(x.shape)} and {rows}"
+            )
 
 
 def conditional_acceptance(confidence: Array, entropy: Array, tables: LengthTables) -> Array:

@@ -23,6 +23,7 @@ from dspine.common.gating import sigmoid_mul
 from dspine.common.gdn import MAX_TOKENS, GdnFactors
 from dspine.common.gdn_rounds import GdnKept, GdnLayerWeights, gdn_keep, gdn_round
 from dspine.common.norms import add_rms_norm
+from dspine.common.stepping import table_rows
 from dspine_cuda.static.arena import Arena
 from dspine_cuda.static.dense import StaticOutput
 from dspine_cuda.static.steps import Where, few_rows, gated, place_inputs
@@ -119,7 +120,8 @@ class StaticHybrid:
 
     def _enter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Embedded rows [N, H] of tokens int [B, w], and the same normed for layer 0."""
-        return add_rms_norm(F.embedding(tokens.reshape(-1), self.target.embedding), None, self.target.layers[0].input_norm)
+        rows = table_rows(self.target.embedding, tokens)
+        return add_rms_norm(rows.view(-1, rows.shape[-1]), None, self.target.layers[0].input_norm)
 
     def _mix(self, layer: HybridLayer, x: Tensor, normed: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """x [N, H] and the same normed -> h = x + mixer [N, H], and h normed for the layer's MLP."""

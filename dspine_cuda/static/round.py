@@ -25,12 +25,13 @@ from dspine.common.acceptance import (
 from dspine.common.errors import DSpineError
 from dspine.common.protocols import DraftRequest, Proposal
 from dspine.common.sampling import ACCEPT, DRAFT, DRAW, SamplingParams, token_probabilities
-from dspine.common.selection.lengths import LengthTables, correct_length, select_length
+from dspine.common.selection.lengths import LengthTables, RoundLengths, bound_lengths, correct_length, select_length
 from dspine.common.settling import REPORT_HEAD, Settled, settle_round
+from dspine.common.stepping import place_drafts, round_limits, round_uniforms
 from dspine_cuda.static.arena import Arena
 from dspine_cuda.static.dense import StaticDense, StaticOutput
 from dspine_cuda.static.drafter import StaticDrafter
-from dspine_cuda.static.hybrid import StaticHybrid, StaticStage, save_stage, saved_stage
+from dspine_cuda.static.hybrid import StaticHybrid, StaticStage, put, save_stage, saved_stage
 from dspine_cuda.targets.dense import DenseTarget
 from dspine_cuda.targets.hybrid import HybridTarget
 
@@ -77,21 +78,20 @@ class StaticRound:
         self._stage: StaticStage | None = None  # room between a graph of `begin` and one of `finish`
         self._drawn: tuple[Tensor | None, Tensor] | None = None  # (candidates, q) of drawn drafts
         self.output: StaticOutput | None = None  # of the newest target step
+        self._limit: Tensor | None = None  # drafts that it may accept
         self._settled: Settled | None = None  # by the newest `accept`, for `commit`
+        self._widest = torch.full_like(arena.lengths, self.rows)
 
     # -- the parts ---------------------------------------------------------------------------------------------------------
 
     def draft(self) -> None:
         """Drafts behind the anchor, into `block`; signals where a policy reads them."""
-        arena, rules = self.arena, self.rules
+        rules = self.rules
         drawn = rules.rule == "rejection"
-        uniforms = self._uniforms(self.rows - 1, DRAFT) if drawn else None
+        uniforms = self._uniforms(self.rows - 1)[DRAFT] if drawn else None
         request = DraftRequest(rules.sampling.temperature if drawn else 0.0, uniforms, rules.tables is not None)
         proposal = self.drafter.propose(request)  # type: ignore[union-attr]
-        tokens = torch.where(proposal.finite[:, None], proposal.tokens, 0)
-        arena.block[:, 0].copy_(arena.anchor)
-        arena.block[:, 1 : 1 + tokens.shape[1]].copy_(tokens)  # a longer arena (`dspine bench`): what stands behind stays
-        arena.finite.copy_(proposal.finite)
+        self._place(proposal.tokens, proposal.finite)  # a longer arena (`dspine bench`): what stands behind stays
         if drawn:
             self._drawn = proposal.candidates, proposal.q  # type: ignore[assignment]
         if rules.tables is not None:
@@ -99,20 +99,22 @@ class StaticRound:
 
     def anchor_only(self) -> None:
         """A block of the anchor alone."""
-        self.arena.block[:, 0].copy_(self.arena.anchor)
-        self.arena.finite.fill_(True)
+        self._place(self.arena.block[:, :0], None)
+
+    def _place(self, tokens: Tensor, finite: Tensor | None) -> None:
+        arena = self.arena
+        block, flags = place_drafts(tokens, finite, arena.anchor, arena.block, arena.finite)
+        put((arena.block, block), (arena.finite, flags))
 
     def _select(self, proposal: Proposal) -> None:
         """Eq. 5: `nominal` w0, `upper` u and the survival probabilities. A draft that is not finite is verified as far as its
         anchor: its length is 1."""
         arena = self.arena
-        limit = arena.remaining.clamp(max=self.rows)
-        choice = select_length(proposal.confidence, proposal.entropy, limit.clamp(min=2), self.rules.tables)  # type: ignore[arg-type]
-        arena.survival.copy_(choice.survival)
-        most = torch.where(arena.finite, limit, 1).clamp(min=1)
-        arena.nominal.copy_(choice.length)
-        arena.upper.copy_(torch.minimum(choice.stage_zero if self.rules.corrected else choice.length, most))
-        arena.chosen.copy_(torch.minimum(choice.length, most))
+        choice = select_length(proposal.confidence, proposal.entropy, self._widest, self.rules.tables)  # type: ignore[arg-type]
+        room = RoundLengths(arena.nominal, arena.upper, arena.chosen, arena.survival)
+        chosen = choice.length, choice.stage_zero, choice.survival
+        bounded = bound_lengths(*chosen, arena.finite, arena.remaining, room, self.rows, self.rules.corrected)
+        put(*zip(vars(room).values(), vars(bounded).values(), strict=True))
 
     def begin(self, u: int) -> None:
         """Stage 0 of the first u tokens, kept for `finish`."""
@@ -126,18 +128,18 @@ class StaticRound:
         """Eq. 6: `chosen`, never more than Stage 0 covered."""
         arena, stage = self.arena, self._stage
         assert self.rules.tables is not None and stage is not None and stage.picks is not None
-        limit = torch.minimum(arena.upper, arena.remaining.clamp(min=1))
-        found = correct_length(stage.picks, arena.nominal, arena.survival, limit, self.rules.tables)
+        # Stage 0's length is within the budget already
+        found = correct_length(stage.picks, arena.nominal, arena.survival, arena.upper, self.rules.tables)
         arena.chosen.copy_(found)
 
     def resume(self, w: int) -> None:
         """Stage 1 of the first w tokens after `begin`."""
         stage = self._stage if self._stage is not None else self.arena.block
-        self.output = self.target.finish(stage, w, self.live(w))
+        self.output = self.target.finish(stage, w, self._bounded(w))
 
     def forward(self, w: int) -> None:
         """Both stages of w tokens, nothing kept between them."""
-        live = self.live(w)
+        live = self._bounded(w)
         self.output = self.target.finish(self.target.begin(self.arena.block[:, :w], live), w, live)
 
     def finish(self, w: int) -> None:
@@ -166,7 +168,17 @@ class StaticRound:
 
     def live(self, w: int) -> Tensor:
         """Rows that count, int32 [B]: the budget's and the length's; 0 in slots that have ended."""
-        return self.arena.remaining.clamp(max=w)
+        return self._limits(w)[0]
+
+    def _limits(self, w: int) -> tuple[Tensor, Tensor]:
+        """(rows that count, drafts that may be accepted), int32 [B] each."""
+        arena: Any = self.arena
+        return round_limits(arena.remaining, arena.finite, w, arena.limits if arena.is_shared else None)
+
+    def _bounded(self, w: int) -> Tensor:
+        """`live`, and what `accept` will need of the same launch."""
+        live, self._limit = self._limits(w)
+        return live
 
     # -- acceptance and commit ---------------------------------------------------------------------------------------------
 
@@ -174,16 +186,13 @@ class StaticRound:
         """The verdict about the newest output of w tokens; counters and report go on by what it emits."""
         assert self.output is not None
         arena = self.arena
-        draft = arena.block[:, 1:w]
-        limit = torch.where(arena.finite, (self.live(w) - 1).clamp(min=0), 0)
-        verdict = self._judge(self.output.logits, draft, limit)
+        assert self._limit is not None
+        verdict = self._judge(self.output.logits, arena.block[:, 1:w], self._limit)
         self._settled = settle_round(
             verdict.accepted, verdict.next_token, arena.block, arena.finite, arena.counters, arena.stops, arena.report, w
         )
         kept = (*vars(arena.counters).values(), arena.report)
-        for place, new in zip(kept, (*vars(self._settled.counters).values(), self._settled.report), strict=True):
-            if new.data_ptr() != place.data_ptr():  # the core's own code writes nothing in place
-                place.copy_(new)
+        put(*zip(kept, (*vars(self._settled.counters).values(), self._settled.report), strict=True))
 
     def commit(self, drafting: bool = True) -> None:
         """Caches go on by what was accepted."""
@@ -196,7 +205,8 @@ class StaticRound:
         rules, count = self.rules, draft.shape[1]
         if rules.rule == "greedy":
             return accept_greedy(logits, draft, limit)
-        uniforms = self._uniforms(count, ACCEPT), self._uniforms(count + 1, DRAW)
+        lanes = self._uniforms(count + 1)
+        uniforms = lanes[ACCEPT][:, :count], lanes[DRAW]
         candidates, q = (None, None) if self._drawn is None or rules.rule == "point-mass" or not count else self._drawn
         if rules.sampling.unfiltered and (q is None or candidates is not None):  # one kernel draws plain tokens and others
             temperature = rules.sampling.temperature
@@ -210,11 +220,9 @@ class StaticRound:
             return accept_rejection_dense(p, draft, limit, q[:, :count], *uniforms)
         return accept_rejection(p, draft, limit, candidates[:, :count], q[:, :count], *uniforms)
 
-    def _uniforms(self, count: int, lane: int) -> Tensor:
-        """Uniforms of the next `count` output positions, float32 [B, count]."""
-        table = self.arena.uniforms
-        rows = self.arena.generated.to(torch.int64)[:, None] + torch.arange(count, device=table.device)
-        return table[:, :, lane].gather(1, rows.clamp(max=table.shape[1] - 1))
+    def _uniforms(self, count: int) -> Tensor:
+        """Uniforms of the next `count` output positions, float32 [3, B, count] by lane."""
+        return round_uniforms(self.arena.uniforms, self.arena.generated, count)
 
 
 def static_target(target: Any, arena: Arena) -> StaticDense | StaticHybrid:
