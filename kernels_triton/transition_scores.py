@@ -153,6 +153,11 @@ def _gate_kernel(
         else:
             source = codes + tl.minimum(pair, pairs - 1).to(tl.int64) * rank
         weights, of_pair = pair_of(of_predecessor, message, block * BA, BA, rank)
+        # asked for now, used behind the products
+        inside = known_row & known_column
+        at = (position // M).to(tl.int64) * heard_stride + (position % M) * size
+        own = tl.load(heard + at[:, None] + column[None, :], mask=inside, other=0.0)
+        shift = tl.load(bias + column, mask=column < size, other=0.0)
         both = tl.zeros([BN, 2 * BA], tl.float32)
         for start in range(0, RANK_PAD, BR):
             lane = start + tl.arange(0, BR)
@@ -162,13 +167,9 @@ def _gate_kernel(
         gate, sent = tl.split(both.reshape(BN, BA, 2))
         if OVERLAP and LATE:
             gdc_launch_dependents()
-        inside = known_row & known_column
-        at = (position // M).to(tl.int64) * heard_stride + (position % M) * size
-        own = tl.load(heard + at[:, None] + column[None, :], mask=inside, other=0.0)
-        own += tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
         if TABLE:
             gate, sent = gate * factor, sent * factor
-        made = sent * sigmoid(own + gate)
+        made = sent * sigmoid(arrive(own) + arrive(shift).to(tl.float32)[None, :] + gate)
         tl.store(gated + pair.to(tl.int64)[:, None] * size + column[None, :], narrow(made, gated.dtype.element_ty), mask=inside)
 
 
@@ -201,6 +202,12 @@ def _part_kernel(
     if TABLE:
         token = tl.minimum(tl.maximum(tl.load(ids + pair, mask=real, other=0).to(tl.int64), 0), vocabulary - 1)
     of_head = tl.load(head + (token * columns)[:, None] + column[None, :], mask=real[:, None] & known_column, other=0.0)
+    # what a row's pairs share; asked for now, used behind the products
+    own = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    at_own = (own // M).to(tl.int64) * hidden_stride + (own % M) * columns
+    own_u = tl.load(hidden + at_own[:, None] + column[None, :], mask=(own < rows)[:, None] & known_column, other=0.0)
+    own_rms = tl.load(rms + own, mask=own < rows, other=0.0)
+    scale = tl.load(norm + column, mask=column < columns, other=0.0)
     message = tl.zeros([EACH * KP, BH], dtype=tl.float32)
     for start in range(0, SIZE_PAD, BA):
         lane = start + tl.arange(0, BA)
@@ -211,12 +218,11 @@ def _part_kernel(
         message += multiply(left, right)
     if OVERLAP and LATE:
         gdc_launch_dependents()
-    at = (row // M).to(tl.int64) * hidden_stride + (row % M) * columns
-    u = tl.load(hidden + at[:, None] + column[None, :], mask=known_row & known_column, other=0.0).to(tl.float32)
-    h = u + tl.load(rms + row, mask=row < rows, other=0.0)[:, None] * message
+    u = arrive(own_u).to(tl.float32)
+    h = tl.reshape(message, [EACH, KP, BH]) * arrive(own_rms)[:, None, None] + u[:, None, :]
     place = row.to(tl.int64) * parts + part
-    tl.store(squares + place * KP + candidate, tl.sum(h * h, 1), mask=row < rows)
-    h *= tl.load(norm + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(squares + place * KP + candidate, tl.reshape(tl.sum(h * h, 2), [EACH * KP]), mask=row < rows)
+    h = tl.reshape(h * arrive(scale).to(tl.float32)[None, None, :], [EACH * KP, BH])
     rows_of_head = tl.trans(arrive(of_head))
     at = ((place * KP + candidate) * KP)[:, None] + candidate[None, :]
     paired = known_row & ((entry // KP)[:, None] == (entry // KP)[None, :])  # predecessors and successors of one row
