@@ -13,25 +13,30 @@ product of the medians of all steps. `--profile` switches early launches off, fo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
+from triton.errors import TritonError
 
-from benchmarks.kernels.decode import compile_all
 from benchmarks.kernels.decode_cases import MATRICES
 from benchmarks.provenance import provenance
 from dspine.common.bench.presets import cut_layers, find_preset, plain_drafter
 from dspine.common.bench.random_weights import preset_folders
-from dspine.kernels_triton import linear_rows
+from dspine.common.norms import RMSNorm
+from dspine.kernels_triton import linear_rows, normed_gated_rows, normed_rows, residual_rows
 from dspine_cuda.bench import LengthSteps
 from dspine_cuda.runtime import RUNTIME
 
@@ -104,7 +109,7 @@ def measure(subject: Subject, choices: dict[str, str], repeats: int) -> dict[str
     try:
         times = subject.time(repeats)
         row |= {"score": score(times), "us": medians(times), "range": {k: [min(v), max(v)] for k, v in times.items()}}
-    except (RuntimeError, ValueError) as error:  # parameters that ask for too much shared memory, say
+    except (RuntimeError, ValueError, TritonError) as error:  # parameters that ask for too much shared memory, say
         row["failed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
     finally:
         os.environ.pop("DSPINE_KERNELS_TRY", None)
@@ -135,11 +140,42 @@ def as_text(launch: linear_rows.Launch) -> str:
     return ",".join(str(n) for n in (launch.columns, launch.step, launch.num_warps, launch.stages, launch.fetch, launch.split))
 
 
+def call(name: str, w: int) -> None:
+    """The product of this name as a step has it: behind a norm, in front of a residual sum, or neither."""
+    columns, size = MATRICES[name]
+    x, weight = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in ((w, size), (columns, size)))
+    norm = RMSNorm(torch.ones(size, dtype=torch.bfloat16, device="cuda"), 1e-6)
+    if name.endswith("qkv"):
+        normed_rows.normed_rows(x, norm, weight)
+    elif name.endswith("gate_up"):
+        normed_gated_rows.normed_gated_rows(x, norm, weight)
+    elif name in ("8b o", "8b down"):
+        residual_rows.residual_rows(x, weight, torch.zeros((w, columns), dtype=torch.bfloat16, device="cuda"))
+    else:
+        linear_rows.linear_rows(x, weight)
+
+
+def compile_share(tasks: Sequence[tuple[str, linear_rows.Launch]]) -> None:
+    """Fill Triton's cache; what cannot be launched says so when it is timed."""
+    for name, launch in tasks:
+        key = "linear_rows.{}x{}".format(*MATRICES[name])
+        os.environ["DSPINE_KERNELS_TRY"] = f"{key}={as_text(launch)}"
+        for w in LENGTHS:
+            with contextlib.suppress(RuntimeError, ValueError, TritonError):
+                call(name, w)
+    torch.cuda.synchronize()
+
+
+def compile_all(tasks: Sequence[tuple[str, linear_rows.Launch]], processes: int) -> None:
+    """In parallel, tasks dealt out."""
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_share, [share for i in range(processes) if (share := tasks[i::processes])]))
+
+
 def descend(subject: Subject, model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Choice by choice, from today's defaults; compiled beforehand in parallel."""
     names = [name for name in MATRICES if name.startswith(model) and "head" not in name]
-    tasks = [(name, w, launch) for name in names for w in LENGTHS for launch in launches(*MATRICES[name])]
-    compile_all(tasks, options.processes)
+    compile_all([(name, launch) for name in names for launch in launches(*MATRICES[name])], options.processes)
     found = [measure(subject, {}, 2 * options.repeats)]
     show(found[0], "today's defaults")
     best, kept = found[0]["score"], dict[str, str]()
