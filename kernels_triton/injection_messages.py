@@ -83,7 +83,7 @@ def _store_sums(sums, hearing, both, own, other, row, column, pair, total, size,
 
 @triton.jit
 def _finish(
-    hearing, both, of_self, of_other, bias, out, heard, row, column, place, total, size, root,
+    hearing, both, of_self, of_other, shift, out, heard, row, column, place, total, size, root,
     BN: tl.constexpr, BA: tl.constexpr, HEARD: tl.constexpr,
 ):  # fmt: skip
     """The whole sums of a tile divided by the norms, then gate, message and product."""
@@ -96,7 +96,7 @@ def _finish(
     if HEARD:
         tl.store(heard + to, tl.where((place > 0)[:, None], gate, 0.0), mask=inside)
     gate += sending * theirs
-    gate += tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
+    gate += arrive(shift).to(tl.float32)[None, :]
     gated = tl.where((place > 0)[:, None], sent * theirs * sigmoid(gate), 0.0)
     tl.store(out + to, narrow(gated, out.dtype.element_ty), mask=inside)
 
@@ -131,7 +131,8 @@ def _injection_messages_kernel(
     at = tl.minimum(row, total - 1).to(tl.int64) * rank
     own_row = raw + at
     their_row = tl.where(place == 1, codes + (row // R).to(tl.int64) * rank, raw + tl.maximum(at - rank, 0))
-    # for the norms; asked for now, used behind the products
+    # for the norms and the gate; asked for now, used behind the products
+    shift = tl.load(bias + column, mask=column < size, other=0.0)
     whole = tl.arange(0, PART_PAD)
     of_part = known & ((whole < PART) & (begin + whole < rank))[None, :]
     own_part = tl.load(own_row[:, None] + begin + whole[None, :], mask=of_part, other=0.0)
@@ -153,7 +154,7 @@ def _injection_messages_kernel(
         gdc_launch_dependents()
     of_self, of_other = _squares(own_part), _squares(their_part)
     if SPLIT == 1:
-        _finish(hearing, both, of_self, of_other, bias, out, heard, row, column, place, total, size, root, BN, BA, HEARD)
+        _finish(hearing, both, of_self, of_other, shift, out, heard, row, column, place, total, size, root, BN, BA, HEARD)
     else:
         pair = tl.program_id(0) * 2 * BA + tl.arange(0, 2 * BA)
         _store_sums(sums, hearing, both, of_self, of_other, row, column, pair, total, size, SPLIT)
@@ -173,7 +174,7 @@ def _injection_messages_kernel(
                 here = squares + part * tl.num_programs(0) * 2 * total
                 of_self += tl.load(here, mask=row < total, other=0.0, cache_modifier=".cg")
                 of_other += tl.load(here + total, mask=row < total, other=0.0, cache_modifier=".cg")
-            _finish(hearing, both, of_self, of_other, bias, out, heard, row, column, place, total, size, root, BN, BA, HEARD)
+            _finish(hearing, both, of_self, of_other, shift, out, heard, row, column, place, total, size, root, BN, BA, HEARD)
 
 
 def supports(raw: Tensor, anchor_code: Tensor, weights: InjectionWeights, heard: bool = False) -> bool:
