@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from dspine.common.selection import lengths
 from dspine.common.selection.lengths import LengthTables
 
 M, K, HIDDEN, RANK, MESSAGE, VOCABULARY, LAYERS = 15, 16, 4096, 1024, 512, 151_936, 5
+TOKENS = 32_768  # of the tables of codes and of the LM head
 SETS = 8  # of arguments: more than the L2 cache holds
 Call = Callable[..., Any]
 
@@ -33,6 +35,12 @@ def _weights() -> InjectionWeights:
     return InjectionWeights(
         _normal(RANK, HIDDEN, scale=HIDDEN**-0.5), _normal(HIDDEN, MESSAGE, scale=0.05), *gates, _normal(MESSAGE)
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _code_tables() -> tuple[Tensor, Tensor]:
+    """Codes and LM head of a part of the vocabulary, for all sets."""
+    return _normal(TOKENS, RANK, scale=RANK**-0.5), _normal(TOKENS, HIDDEN, scale=HIDDEN**-0.5)
 
 
 def _tables() -> LengthTables:
@@ -51,7 +59,8 @@ def operations() -> dict[str, tuple[Any, tuple, float, int]]:
     u, z, gated = _normal(1, M, HIDDEN), _normal(1, M, RANK), _normal(1, M, MESSAGE)
     logits = _normal(1, M, VOCABULARY, dtype=torch.float32, scale=3.0)
     scores = _normal(1, M, K, K, dtype=torch.float32)
-    candidates = torch.randint(0, VOCABULARY, (1, M, K), device="cuda")
+    candidates = torch.randint(0, TOKENS, (1, M, K), device="cuda")
+    heard, code = _normal(1, M, MESSAGE, dtype=torch.float32), _normal(1, RANK)
     uniforms = torch.rand(1, M, device="cuda")
     confidence, entropy = torch.rand(1, M, device="cuda"), torch.rand(1, M, device="cuda") * 3
     limit, tables = torch.full((1,), M + 1, dtype=torch.int32, device="cuda"), _tables()
@@ -69,11 +78,16 @@ def operations() -> dict[str, tuple[Any, tuple, float, int]]:
     return {
         "gdn_inputs": (gdn.gdn_inputs, inputs, 2 * layout.channels * 23, 1),
         "injection_gate": (injection.injection_gate, (z, z.clone(), weights), gates, 1),
+        "injection_messages": (injection.injection_messages, (_normal(1, M + 1, RANK), code, weights), gates, 1),
         "injection_write": (injection.injection_write, (u, gated, weights.write, norm), write, 2),
         "draft_signals": (signals.draft_signals, (logits, K), 4 * M * VOCABULARY, 2),
         "transition_scores": (
             transition.transition_scores, (u, codes, rows, weights, norm),
-            gates + write + readout + 2 * M * K * (RANK + HIDDEN), 5,
+            gates + write + readout + 2 * M * K * (RANK + HIDDEN), 6,
+        ),
+        "candidate_scores": (
+            transition.candidate_scores, (u, heard, code, candidates, *_code_tables(), weights, norm),
+            2 * gates // 3 + write + 2 * M * K * (RANK + HIDDEN), 3,
         ),
         "path_walk": (transition.path_walk, (scores, candidates), 4 * M * K * K, 1),
         "path_walk_sampled": (transition.path_walk_sampled, (scores, candidates, uniforms, 0.7), 4 * M * K * K, 1),
@@ -89,7 +103,9 @@ def operations() -> dict[str, tuple[Any, tuple, float, int]]:
 # what the issue asks for together: (operations, how often each, microseconds)
 TOGETHER = {
     "injection, 5 layers": ((("injection_gate", LAYERS), ("injection_write", LAYERS)), 60.0),
+    "injection of a round, 5 layers": ((("injection_messages", LAYERS), ("injection_write", LAYERS)), 60.0),
     "draft signals, transition scores, walk": ((("draft_signals", 1), ("transition_scores", 1), ("path_walk", 1)), 100.0),
+    "draft signals, candidate scores, walk": ((("draft_signals", 1), ("candidate_scores", 1), ("path_walk", 1)), 100.0),
     "selection and correction": ((("select_length", 1), ("correct_length", 1)), 10.0),
 }
 
