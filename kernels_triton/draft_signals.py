@@ -23,7 +23,7 @@ from dspine.kernels_triton._launch import FLOATS, expect_dtype, overlaps, power_
 
 SLICE, MOST = 4096, 64  # entries of the vocabulary a program reads; largest K
 GROUP, MOST_GROUPS = 128, 8192  # entries of a group; groups of a row, at most
-_GONE = tl.constexpr(-(2**31))
+_GONE, _LEAST = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 
 
 @triton.jit
@@ -31,6 +31,22 @@ def _ordered(x):
     """float32 -> int32 in the same order, above `_GONE`."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _GONE + 1)
+
+
+@triton.jit
+def _keyed(value, index):
+    """int64 in the order of `value` int32, of equal ones the lower `index` (0 or more) first: one maximum finds both."""
+    return (value.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _of_key(key):
+    return (key >> 32).to(tl.int32)
+
+
+@triton.jit
+def _id_of_key(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -85,23 +101,23 @@ def _signals_join_kernel(
     tl.store(finite + row, tl.min(tl.load(place + 3, mask=inside, other=1.0), 0) > 0.0)
     group, slot = tl.arange(0, GROUPS), tl.arange(0, KP)
     top = tl.load(tops + row * groups + group, mask=group < groups, other=_GONE)
+    keys = _keyed(top, group)
     chosen = tl.full([KP], -1, tl.int32)
     for i in tl.static_range(K):
-        best = tl.max(top, 0)
-        first = tl.min(tl.where(top == best, group, GROUPS), 0)
-        chosen = tl.where((slot == i) & (best > _GONE), first, chosen)
-        top = tl.where(group == first, _GONE, top)
+        best = tl.max(keys, 0)
+        chosen = tl.where((slot == i) & (_of_key(best) > _GONE), _id_of_key(best), chosen)
+        keys = tl.where(keys == best, _LEAST, keys)
     entry = tl.arange(0, KP * GROUP)
     owner = tl.reshape(tl.broadcast_to(chosen[:, None], [KP, GROUP]), [KP * GROUP])
     token = owner * GROUP + entry % GROUP
     known = (owner >= 0) & (token < vocabulary)
-    left = tl.where(known, _ordered(tl.load(logits + row * vocabulary + token, mask=known, other=0.0).to(tl.float32)), _GONE)
+    left = _ordered(tl.load(logits + row * vocabulary + token, mask=known, other=0.0).to(tl.float32))
+    keys = tl.where(known, _keyed(left, token), _LEAST)
     picked, bits = tl.zeros([KP], tl.int32), tl.zeros([KP], tl.int32)
     for i in tl.static_range(K):
-        best = tl.max(left, 0)
-        first = tl.min(tl.where(left == best, token, 0x7FFFFFFF), 0)
-        picked, bits = tl.where(slot == i, first, picked), tl.where(slot == i, best, bits)
-        left = tl.where(token == first, _GONE, left)
+        best = tl.max(keys, 0)
+        picked, bits = tl.where(slot == i, _id_of_key(best), picked), tl.where(slot == i, _of_key(best), bits)
+        keys = tl.where(keys == best, _LEAST, keys)
     value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     tl.store(values + row * K + slot, value, mask=slot < K)
     tl.store(ids + row * K + slot, picked.to(tl.int64), mask=slot < K)
