@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ SHAPES = (  # columns, step, warps, stages of linear_rows
     (64, 128, 8, 4),
 )  # fmt: skip
 ATTENTION = ("64,64,4,1", "64,32,4,2", "128,128,4,1", "128,32,4,3", "128,64,8,2", "256,64,4,2", "64,64,8,1")
+SPLITS = ((32, 256, 4, 3, 512, 4), (32, 128, 4, 4, 512, 4), (32, 256, 4, 3, 512, 8), (32, 256, 4, 3, 512, 2))  # of few columns
 FETCHES = (0, 512, 1024, 4096)  # inputs of each column that are asked for before the wait
 GAIN = 0.998  # a choice is kept where it takes less than this share
 
@@ -132,6 +134,7 @@ def launches(columns: int, size: int) -> list[linear_rows.Launch]:
     now = linear_rows.choose(columns, size, torch.bfloat16)
     made = [linear_rows.Launch(*shape, now.fetch) for shape in SHAPES]
     made += [linear_rows.Launch(now.columns, now.step, now.num_warps, now.stages, fetch) for fetch in FETCHES if fetch <= size]
+    made += [linear_rows.Launch(*split) for split in SPLITS if columns <= 1024]
     return [*dict.fromkeys(made)]
 
 
@@ -205,7 +208,7 @@ def descend(subject: Subject, model: str, options: argparse.Namespace) -> list[d
             attempt(key, as_text(launch))
         now = linear_rows.read_launch(kept[key]) if key in kept else linear_rows.choose(*MATRICES[name], torch.bfloat16)
         for fetch in FETCHES if key in kept else ():
-            attempt(key, as_text(linear_rows.Launch(now.columns, now.step, now.num_warps, now.stages, fetch)))
+            attempt(key, as_text(replace(now, fetch=fetch)))
     last = measure(subject, kept, 2 * options.repeats)
     first = measure(subject, {}, 2 * options.repeats)
     show(first, "today's defaults, again")
