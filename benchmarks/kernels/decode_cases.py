@@ -37,7 +37,6 @@ MATRICES = {  # name -> outputs, inputs
     "8b o": (4096, 4096),
     "8b gate_up": (24576, 4096),
     "8b down": (4096, 12288),
-    "8b readout": (1024, 4096),
     "8b readout": (1024, 4096),  # of a DSpine drafter's layer
     "35b gdn in": (12352, 2048),
     "35b attention in": (9216, 2048),
