@@ -10,7 +10,7 @@ from typing import Any
 
 from dspine.common.arrays import arange, array_namespace, astype, at_least_float32, take_along, take_rows
 from dspine.common.errors import DSpineError
-from dspine.common.norms import row_norm
+from dspine.common.norms import RMSNorm, row_norm
 from dspine.common.registry import operation
 
 Array = Any
@@ -115,6 +115,39 @@ def attention_inputs(
         spread = take_along(rows, xp.broadcast_to(source, tuple(cache.shape)), axis=2)
         found.append(xp.where(taken, spread, cache))
     return both[:, :, :heads], found[0], found[1]
+
+
+@operation
+def context_inputs(
+    projected: Array, cos: Array, sin: Array, lengths: Array, live: Array, store: Array, weight: Array, eps: float
+) -> Array:
+    """`attention_inputs` of all layers at once, keys and values only: context K/V behind `lengths`.
+
+    projected [B, w, L, 2 Hk, D], of every layer its keys, then its values; store [L, 2, B, Hk, C, D]; weight [L, Hk, D] of the
+    keys' norms. Returns the store: a kernel writes into the one it was given, the core's own code returns a new one.
+    """
+    xp = array_namespace(projected, store)
+    check_context_inputs(projected, store, weight)
+    layers = []
+    for i in range(store.shape[0]):
+        norm = RMSNorm(weight[i], eps)
+        given = projected[:, :, i], cos, sin, lengths, live, store[i, 0], store[i, 1], 0, norm
+        layers.append(xp.stack(attention_inputs.reference(*given)[1:]))  # type: ignore[attr-defined]
+    return xp.stack(layers)
+
+
+def check_context_inputs(projected: Array, store: Array, weight: Array) -> None:
+    """Raise `DSpineError` where the layers do not fit together; `check_attention_inputs` looks at each."""
+    layers, heads = store.shape[0], store.shape[3] if len(store.shape) == 6 else 0
+    if len(store.shape) != 6 or len(projected.shape) != 5 or tuple(projected.shape[2:4]) != (layers, 2 * heads):
+        raise DSpineError(
+            "context_inputs: projected must have shape [B, w, L, 2 Hk, D] and store [L, 2, B, Hk, C, D], got "
+            f"{tuple(projected.shape)} and {tuple(store.shape)}"
+        )
+    if tuple(weight.shape) != (layers, heads, store.shape[5]):
+        raise DSpineError(
+            f"context_inputs: weight must have shape {(layers, heads, store.shape[5])}, got {tuple(weight.shape)}"
+        )
 
 
 def rotate_heads(x: Array, cos: Array, sin: Array) -> Array:

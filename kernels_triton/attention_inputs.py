@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import attention
+from dspine.common.norms import RMSNorm
 from dspine.kernels_triton import _launch
 from dspine.kernels_triton._launch import FLOATS, contiguous, narrow, overlaps, power_of_2, programs_of
 
@@ -24,12 +25,21 @@ LARGEST_HEAD = 256
 @triton.jit
 def _attention_inputs_kernel(
     projected, cos, sin, lengths, live, keys, values, weight, query, count, stride, capacity, positions, eps,
+    layer_stride, batches,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R: tl.constexpr,
-    BT: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    BT: tl.constexpr, HAS_NORM: tl.constexpr, LAYERS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """LAYERS above 1: programs of all layers, the rows of one behind those of the last, caches `layer_stride` apart."""
     if OVERLAP:
         gdc_launch_dependents()
     head, batch = tl.program_id(0), tl.program_id(2)
+    if LAYERS > 1:
+        layer = batch // batches
+        batch = batch % batches
+        projected += layer * (HQ + 2 * HK) * D
+        weight += layer * (HQ + HK) * D
+        keys += layer.to(tl.int64) * layer_stride
+        values += layer.to(tl.int64) * layer_stride
     token, lane = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, D_PAD)
     of_row = (token < count)[:, None] & (lane < D)[None, :]
     DTYPE: tl.constexpr = query.dtype.element_ty
@@ -85,16 +95,18 @@ def supports(
 
 def launch(
     projected: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, live: Tensor, keys: Tensor, values: Tensor, query: Tensor,
-    weight: Tensor | None, eps: float,
+    weight: Tensor | None, eps: float, layers: int = 1, layer_stride: int = 0,
 ) -> None:  # fmt: skip
     """Launch into `query`, `keys` and `values`; all contiguous (rows of `projected` may stand apart), none checked. `lengths`,
-    `live`, the tables and the weight are read before the launch in front has ended: it must not write them."""
+    `live`, the tables and the weight are read before the launch in front has ended: it must not write them. layers:
+    `projected`, `keys`, `values` and the weight are the first's, see the kernel."""
     batch, count, _, size = projected.shape
     heads, key_heads, tokens, overlap = query.shape[2], keys.shape[1], programs_of(count, TOKENS), overlaps(projected)
-    _attention_inputs_kernel[(heads + 2 * key_heads, triton.cdiv(count, tokens), batch)](
+    _attention_inputs_kernel[(heads + 2 * key_heads, triton.cdiv(count, tokens), batch * layers)](
         projected, cos, sin, lengths, live, keys, values, projected if weight is None else weight, query, count,
-        projected.stride(1), keys.shape[2], cos.shape[0], eps, HQ=heads, HK=key_heads, D=size, D_PAD=power_of_2(size, 16),
-        R=cos.shape[1], BT=tokens, HAS_NORM=weight is not None, OVERLAP=overlap, num_warps=1,
+        projected.stride(1), keys.shape[2], cos.shape[0], eps, layer_stride, batch, HQ=heads, HK=key_heads, D=size,
+        D_PAD=power_of_2(size, 16),
+        R=cos.shape[1], BT=tokens, HAS_NORM=weight is not None, LAYERS=layers, OVERLAP=overlap, num_warps=1,
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
@@ -123,6 +135,32 @@ def attention_inputs(
     return query, keys, values
 
 
+def supports_context(
+    projected: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, live: Tensor, store: Tensor, weight: Tensor, eps: float
+) -> bool:
+    """Heads of up to 256, one dtype out of bfloat16 and float32; a layer's keys and values contiguous each."""
+    one = projected.dtype == store.dtype and projected.dtype in FLOATS and projected.dim() == 5 and store.dim() == 6
+    return one and projected.shape[-1] <= LARGEST_HEAD and store.numel() > 0 and store[0, 0].is_contiguous()
+
+
+def context_inputs(
+    projected: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, live: Tensor, store: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """`common.attention.context_inputs`: writes into `store`, of which store[i, j] must be contiguous."""
+    attention.check_context_inputs(projected, store, weight)
+    rows, (keys, values) = projected.contiguous(), store[0]
+    first, norm = rows[:, :, 0], RMSNorm(weight[0], eps)
+    attention.check_attention_inputs(first, cos, sin, lengths, live, keys, values, 0, norm)
+    contiguous("context_inputs", keys=keys, values=values)
+    batch, count, layers, _, size = rows.shape
+    if batch:
+        query = torch.empty((batch, count, 0, size), dtype=rows.dtype, device=rows.device)
+        given = cos.contiguous(), sin.contiguous(), lengths.contiguous(), live.contiguous(), keys, values, query
+        launch(first, *given, weight.contiguous(), float(eps), layers, store.stride(0))
+    return store
+
+
 def register() -> None:
-    """Tell the core about `attention_inputs` on CUDA."""
+    """Tell the core about `attention_inputs` and `context_inputs` on CUDA."""
     _launch.register(attention_inputs, supports)
+    _launch.register(context_inputs, supports_context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ def checks(scaled: bool) -> Iterator[Check]:
     for shape in inputs_shapes(scaled):
         for family in ("random", "no-norm", "wide-norm", "dead-rows", "large"):
             yield _inputs_check(shape, family)
+        for layers, family in ((1, "random"), (3, "random"), (2, "wide-norm"), (3, "dead-rows")):
+            yield _context_check(shape, layers, family)
     for rows, columns in ((1, 4096), (16, 2048), (3, 37)) if not scaled else ((1, 1024), (3, 37)):
         for family in ("random", "no-sum", "wide-norm", "zeros", "large"):
             yield _norm_check(rows, columns, family)
@@ -117,6 +119,43 @@ def _inputs_check(shape: InputsShape, family: str) -> Check:
         run=run,
         expect=_expect_inputs,
         kinds={"query": "steps", "keys": "steps", "values": "exact"},
+    )
+
+
+def _context_check(shape: InputsShape, layers: int, family: str) -> Check:
+    """The keys and values of several layers, each as `attention_inputs` without queries makes them."""
+
+    def each() -> list[tuple[Any, ...]]:
+        alone = replace(shape, heads=0, behind=0)
+        return [_inputs(replace(alone, name=f"{shape.name} {layer}"), family) for layer in range(layers)]
+
+    def build() -> tuple[Any, ...]:
+        parts = each()
+        projected = Value(np.stack([part[0].array for part in parts], axis=2))
+        store = Value(np.stack([np.stack([part[5].array, part[6].array]) for part in parts]))
+        weight = Value(np.stack([part[8].weight.array for part in parts]), parts[0][8].weight.role)
+        return projected, *parts[0][1:5], store, weight, EPS
+
+    def expect(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+        projected, cos, sin, lengths, live, store, weight, eps = args
+        found = [
+            _expect_inputs((projected[:, :, i], cos, sin, lengths, live, *store[i], 0, RMSNorm(weight[i], eps)))
+            for i in range(layers)
+        ]
+        return {name: np.stack([part[name] for part in found]) for name in ("keys", "values")}
+
+    def run(call: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+        store = call("context_inputs", *args)
+        return {"keys": store[:, 0, :, :, :-1], "values": store[:, 1, :, :, :-1]}
+
+    return Check(
+        op="context_inputs",
+        shape=f"{shape.name} L={layers}",
+        family=family,
+        build=build,
+        run=run,
+        expect=expect,
+        kinds={"keys": "steps", "values": "exact"},
     )
 
 

@@ -74,6 +74,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         stepping.round_limits,
         stepping.place_drafts,
         attention.attention_inputs,
+        attention.context_inputs,
         attention.block_attention,
         norms.add_rms_norm,
         gating.sigmoid_mul,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspine.common.attention import block_attention
+from dspine.common.attention import block_attention, context_inputs
 from dspine.common.injection import injection_messages, injection_write
 from dspine.common.masks import MaskRule
 from dspine.common.norms import RMSNorm, add_rms_norm
@@ -59,6 +59,7 @@ class StaticDrafter:
         self.scale = self.config.head_dim**-0.5
         lean, injection = drafter.lean, drafter.model.injection
         self.key_norms = [RMSNorm(weight.contiguous(), lean.key_norm.eps) for weight in lean.key_norm.weight]
+        self.key_weight = lean.key_norm.weight.contiguous()
         self.injections = [] if injection is None else [injection.layer(index) for index in range(len(lean.layers))]
 
     def propose(self, request: DraftRequest) -> Proposal:
@@ -132,6 +133,10 @@ class StaticDrafter:
         _, normed = add_rms_norm(few_rows(lean.fc, flat), None, lean.hidden_norm)
         rows = few_rows(lean.context_kv, normed)
         rows = rows.view(batch, count, len(lean.layers), 2 * lean.kv_heads, lean.head_dim)
+        if find_kernel(context_inputs.__name__, rows) is not None:  # the core's own code would copy the whole store
+            store = self.arena.draft_cache._store  # type: ignore[union-attr]
+            context_inputs(rows, self.cos, self.sin, lengths, m, store, self.key_weight, lean.key_norm.eps)
+            return
         for index, (store, norm) in enumerate(zip(self.stores, self.key_norms, strict=True)):
             place_inputs(rows[:, :, index], store, where, 0, norm)
 

@@ -49,6 +49,7 @@ def kernels(monkeypatch):
         module = importlib.import_module(f"dspine.kernels_triton.{name}")
         names = {"accept": ACCEPT, "gdn_verify": ("gdn_verify", "gdn_verify_deferred"),
                  "draft_signals": ("draft_signals", "draft_candidates"), "stepping": STEPS,
+                 "attention_inputs": ("attention_inputs", "context_inputs"),
                  "path_walk": ("path_walk", "path_walk_sampled")}.get(name, (name,))  # fmt: skip
         for each in names:
             run = noted(ran, each, getattr(module, each))
@@ -119,7 +120,7 @@ def test_rounds_over_the_kernels(pair, kernels, mode, rule, names):
     assert got == want
     expected = names | ({"gdn_round", "gdn_keep", "pick_experts", "routed_experts", "sigmoid_mul"} if hybrid else set())
     expected |= {"correct_length"} if mode == POLICY and hybrid else set()
-    expected |= set(STEPS[3:5]) | {"table_rows"} | ({"enter_block"} if mode != PLAIN else set())
+    expected |= set(STEPS[3:5]) | {"table_rows"} | ({"enter_block", "context_inputs"} if mode != PLAIN else set())
     expected |= {"bound_lengths"} if mode == POLICY else {"round_uniforms"} if rule != "greedy" else set()
     expected |= {"attention_inputs", "add_rms_norm", "settle_round"} | (set() if hybrid else {"normed_rows", *RIDING})
     expected |= {"injection_messages", "injection_write", *RIDING} if mode != PLAIN else set()
