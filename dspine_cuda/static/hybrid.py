@@ -78,7 +78,8 @@ class StaticHybrid:
     def finish(self, stage: StaticStage, w: int, live: Tensor) -> StaticOutput:
         """The first w tokens of each slot, of which live int32 [B] count; what `commit` needs stays behind."""
         normed, features = self.run(stage, self._where(w, live))
-        return StaticOutput(self.target.head(normed).view(self.arena.shape.batch, w, -1), features)
+        # in the model's dtype: acceptance widens what it reads
+        return StaticOutput(self.target.narrow_head(normed).view(self.arena.shape.batch, w, -1), features)
 
     def run(self, stage: StaticStage, where: Where) -> tuple[Tensor, Tensor | None]:
         """All layers over the first w tokens of each slot: their rows after the last norm [B w, H], and the features [B, w, F].
