@@ -7,7 +7,6 @@ from typing import Any
 from dspine.common.arrays import astype, at_least_float32, sigmoid
 from dspine.common.errors import DSpineError
 from dspine.common.linear_rows import check_linear_rows, linear_rows
-from dspine.common.norms import add_rms_norm, check_add_rms_norm
 from dspine.common.registry import operation
 
 Array = Any
@@ -41,17 +40,6 @@ def gated_rows(x: Array, weight: Array) -> Array:
     """
     check_gated_rows(x, weight)
     return silu_mul(linear_rows(x, weight))
-
-
-@operation
-def normed_gated_rows(x: Array, norm: Any, weight: Array) -> Array:
-    """`gated_rows` of the RMS norm of x [N, K]: norm (`weight` [K] and `eps`) -> [N, I]; roundings as in `normed_rows`.
-
-    Raises `DSpineError` on shapes or dtypes that do not fit.
-    """
-    check_gated_rows(x, weight)
-    check_add_rms_norm(x, None, norm)
-    return gated_rows(add_rms_norm(x, None, norm)[1], weight)
 
 
 def check_gated_rows(x: Array, weight: Array) -> None:

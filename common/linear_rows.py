@@ -6,7 +6,6 @@ from typing import Any
 
 from dspine.common.arrays import array_namespace, astype, at_least_float32
 from dspine.common.errors import DSpineError
-from dspine.common.norms import add_rms_norm, check_add_rms_norm
 from dspine.common.registry import operation
 
 Array = Any
@@ -22,47 +21,6 @@ def linear_rows(x: Array, weight: Array) -> Array:
     check_linear_rows(x, weight)
     xp = array_namespace(x, weight)
     return astype(xp.matmul(at_least_float32(x), at_least_float32(weight).T), x.dtype)
-
-
-@operation
-def normed_rows(x: Array, norm: Any, weight: Array) -> Array:
-    """`linear_rows` of the RMS norm of x [N, K]: norm (`weight` [K] and `eps`) -> [N, O].
-
-    The norm is a factor of a row and one of a column: a kernel may round weight * x before the product and multiply by the
-    row's factor behind it, so no launch stands between a residual sum and the product. Raises `DSpineError` on shapes or
-    dtypes that do not fit.
-    """
-    check_normed_rows(x, norm, weight)
-    return linear_rows(add_rms_norm(x, None, norm)[1], weight)
-
-
-@operation
-def residual_rows(x: Array, weight: Array, residual: Array) -> Array:
-    """residual [N, O] + x [N, K] times weight [O, K] transposed -> [N, O], rounded once: a product and the sum behind it.
-
-    Raises `DSpineError` on shapes or dtypes that do not fit.
-    """
-    check_residual_rows(x, weight, residual)
-    xp = array_namespace(x, weight)
-    product = xp.matmul(at_least_float32(x), at_least_float32(weight).T)
-    return astype(at_least_float32(residual) + product, x.dtype)
-
-
-def check_normed_rows(x: Array, norm: Any, weight: Array) -> None:
-    """Raise `DSpineError` where shapes or dtypes do not fit together."""
-    check_linear_rows(x, weight)
-    check_add_rms_norm(x, None, norm)
-
-
-def check_residual_rows(x: Array, weight: Array, residual: Array) -> None:
-    """Raise `DSpineError` where shapes or dtypes do not fit together."""
-    check_linear_rows(x, weight)
-    expected = (x.shape[0], weight.shape[0])
-    if tuple(residual.shape) != expected or residual.dtype != x.dtype:
-        raise DSpineError(
-            f"residual_rows: residual must have shape {expected} and dtype {x.dtype}, got {tuple(residual.shape)} and "
-            f"{residual.dtype}"
-        )
 
 
 def check_linear_rows(x: Array, weight: Array) -> None:

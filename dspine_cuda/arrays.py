@@ -24,7 +24,7 @@ class TorchArrays:
             return array.to(self.device)
         array = np.asarray(array)
         if self.device.type == "cuda" and array.nbytes <= _PINNED:
-            return torch.tensor(array, pin_memory=True).to(self.device, non_blocking=True)
+            return torch.tensor(array).pin_memory().to(self.device, non_blocking=True)
         return torch.tensor(array, device=self.device)
 
     def later(self, array: Tensor) -> Callable[[], np.ndarray]:

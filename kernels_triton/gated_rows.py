@@ -2,11 +2,11 @@
 
 A program takes rows of gate and of up in turn, so that one product makes both; sums and roundings are those of `linear_rows`
 and `silu_mul`, and so are the launch parameters (of the whole matrix). A row's bits do not depend on the rows beside it.
+A product with a large matrix follows. Its programs would take the place of those that still read here, so it may begin once a
+program has its products, not before (`late_next=0` in `DSPINE_KERNELS_TRY`: at once); in all other kernels the next launch may.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -22,9 +22,9 @@ from dspine.kernels_triton.linear_rows import ROWS, choose, row_products, suppor
 
 @triton.jit
 def _gated_rows_kernel(
-    x, weight, gains, out, rows, inner, size, eps,
+    x, weight, out, rows, inner, size,
     BI: tl.constexpr, BK: tl.constexpr, SIZE_PAD: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
-    LATE: tl.constexpr, NORM: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * 16 + tl.arange(0, 16)
     both = tl.arange(0, 2 * BI)
@@ -37,7 +37,7 @@ def _gated_rows_kernel(
             line = tl.arange(0, FETCH // 64) * 64  # 128 bytes of bfloat16
             fetch(base[:, None] + tl.minimum(line, size - 1)[None, :])
         gdc_wait()
-    total = row_products(x, gains, base, row, rows, 0, size, eps, 2 * BI, BK, SIZE_PAD, EVEN, NORM)
+    total = row_products(x, base, row, rows, 0, size, 2 * BI, BK, SIZE_PAD, EVEN)
     if OVERLAP and LATE:
         gdc_launch_dependents()
     gate, up = tl.split(tl.reshape(total, [16, BI, 2]))
@@ -53,20 +53,14 @@ def gated_rows(x: Tensor, weight: Tensor) -> Tensor:
     """`common.gating.gated_rows`: the same arguments, results and errors; the weight must be contiguous."""
     gating.check_gated_rows(x, weight)
     contiguous("gated_rows", weight=weight)
-    return launch(x.contiguous(), weight)
-
-
-def launch(x: Tensor, weight: Tensor, norm: Any | None = None) -> Tensor:
-    """[N, I] of x [N, K], or of its norm; contiguous, none checked."""
     (rows, size), inner = x.shape, weight.shape[0] // 2
     out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
-    gains, eps = (x, 0.0) if norm is None else (norm.weight.detach().contiguous(), norm.eps)
     chosen, overlap = choose(2 * inner, size, x.dtype), overlaps(x)
     step, columns = min(chosen.step, power_of_2(size, 16)), max(chosen.columns // 2, 16)
     _gated_rows_kernel[(triton.cdiv(inner, columns), triton.cdiv(rows, ROWS))](
-        x, weight, gains, out, rows, inner, size, eps, BI=columns, BK=step, SIZE_PAD=triton.cdiv(size, step) * step,
+        x.contiguous(), weight, out, rows, inner, size, BI=columns, BK=step, SIZE_PAD=triton.cdiv(size, step) * step,
         EVEN=size % step == 0, FETCH=power_of_2(min(chosen.fetch, size), 64) if chosen.fetch else 0, OVERLAP=overlap,
-        LATE=variant("late_next", True), NORM=norm is not None, num_warps=chosen.num_warps, num_stages=chosen.stages,
+        LATE=variant("late_next", True), num_warps=chosen.num_warps, num_stages=chosen.stages,
         **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return out

@@ -51,7 +51,7 @@ class Launch:
     num_warps: int = 4
     stages: int = 5
     split: int = 4
-    late: int = 0
+    late: int = 1
 
 
 def choose(rank: int, dtype: torch.dtype) -> Launch:

@@ -44,7 +44,7 @@ class Launch:
     step: int = 256
     num_warps: int = 4
     stages: int = 3
-    row_warps: int = 8
+    row_warps: int = 16
 
 
 def choose(dtype: torch.dtype) -> Launch:

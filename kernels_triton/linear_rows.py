@@ -2,9 +2,7 @@
 
 Blocks of 16 rows whatever N is, and launch parameters that depend on the matrix alone: a row's bits do not depend on the
 rows beside it. Weights are constants, so a program asks the cache for its part of them before it waits for the launch in
-front (programmatic dependent launch): memory stays busy while one kernel ends and the next begins. The next launch may begin
-once a program has its products, not before (`late_next=0` in `DSPINE_KERNELS_TRY`: at its start): programs that wait would take
-the place of programs that read.
+front (programmatic dependent launch): memory stays busy while one kernel ends and the next begins.
 
 Few columns make few programs; `Launch.split` spreads each column's inputs over several. The last of them to end adds the
 sums of all, in their own order, so bits do not depend on who was last. The split depends on the matrix alone too.
@@ -13,7 +11,6 @@ sums of all, in their own order, so bits do not depend on who was last. The spli
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -36,7 +33,6 @@ from dspine.kernels_triton._launch import (
     overlaps,
     power_of_2,
     programs_of,
-    variant,
 )
 
 MAX_ROWS, ROWS = 64, 16
@@ -76,6 +72,8 @@ def _measured(columns: int, size: int) -> Launch:
         return Launch(64, 128, fetch=0)  # gate and up
     if size <= 2048:
         return Launch(32, 128, stages=6, fetch=2048 if columns <= 512 else 512)  # of a narrow model; the router's
+    if columns <= 1024:
+        return Launch(32, 128, split=4)  # readout of a DSpine drafter: 32 programs alone
     if 2048 < columns <= 4608 and size <= 4096:
         return Launch(16, 512)  # output of attention
     return Launch(32, 256, fetch=0 if columns > 4608 and size <= 4096 else 512)  # q, k, v; down
@@ -97,13 +95,11 @@ def read_launch(text: str) -> Launch:
 
 @triton.jit
 def row_products(
-    x, gains, base, row, rows, begin, size, eps,
-    BO: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+    x, base, row, rows, begin, size, BO: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """float32 [16, BO]: inputs [begin, begin + PART) of 16 rows times those of BO columns, whose first inputs stand at `base`.
-    EVEN: none of them lies behind `size`. NORM: of the rows' RMS norm, `gains` its weight (only where PART is all inputs)."""
+    EVEN: none of them lies behind `size`."""
     total = tl.zeros([16, BO], tl.float32)
-    squares = tl.zeros([16, BK], tl.float32)
     for start in range(0, PART, BK):
         lane = begin + start + tl.arange(0, BK)
         if EVEN:
@@ -113,44 +109,31 @@ def row_products(
             inside = lane < size
             left = tl.load(x + row[:, None] * size + lane[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
             right = tl.load(base[None, :] + lane[:, None], mask=inside[:, None], other=0.0)
-        if NORM:
-            wide = left.to(tl.float32)
-            squares += wide * wide
-            gain = tl.load(gains + lane, mask=lane < size, other=0.0).to(tl.float32)
-            left = narrow(wide * gain[None, :], x.dtype.element_ty)
         total += multiply(left, right)
-    if NORM:
-        total *= tl.rsqrt(tl.sum(squares, 1) / size + eps)[:, None]
     return total
 
 
 @triton.jit
 def _linear_rows_kernel(
-    x, weight, gains, residual, out, sums, counter, rows, columns, size, out_stride, eps,
+    x, weight, out, sums, counter, rows, columns, size, out_stride,
     BO: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, SPLIT: tl.constexpr,
-    NORM: tl.constexpr, ADDS: tl.constexpr, OVERLAP: tl.constexpr, LATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """PART: inputs of one program, a multiple of BK. sums float32 [SPLIT, rows, columns] and counter: only where SPLIT > 1.
-    NORM: of the rows' norm, of weight `gains`. ADDS: residual [rows, columns] is added."""
+    """PART: inputs of one program, a multiple of BK. sums float32 [SPLIT, rows, columns] and counter: only where SPLIT > 1."""
     row = tl.program_id(1) * 16 + tl.arange(0, 16)
     column = tl.program_id(0) * BO + tl.arange(0, BO)
     begin = tl.program_id(2) * PART
     base = weight + tl.minimum(column, columns - 1).to(tl.int64) * size  # columns behind the last are not stored
     if OVERLAP:
-        if not LATE:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
         if FETCH > 0:
             line = begin + tl.arange(0, FETCH // 64) * 64  # 128 bytes of bfloat16
             fetch(base[:, None] + tl.minimum(line, size - 1)[None, :])
         gdc_wait()
-    total = row_products(x, gains, base, row, rows, begin, size, eps, BO, BK, PART, EVEN, NORM)
-    if OVERLAP and LATE:
-        gdc_launch_dependents()
+    total = row_products(x, base, row, rows, begin, size, BO, BK, PART, EVEN)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row.to(tl.int64)[:, None] * out_stride + column[None, :]
     if SPLIT == 1:
-        if ADDS:
-            total += tl.load(residual + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, narrow(total, out.dtype.element_ty), mask=inside)
     else:
         place = row[:, None] * columns + column[None, :]
@@ -159,8 +142,6 @@ def _linear_rows_kernel(
             whole = tl.zeros([16, BO], tl.float32)
             for part in tl.static_range(SPLIT):
                 whole += tl.load(sums + part * rows * columns + place, mask=inside, other=0.0, cache_modifier=".cg")
-            if ADDS:
-                whole += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
             tl.store(out + at, narrow(whole, out.dtype.element_ty), mask=inside)
 
 
@@ -169,17 +150,11 @@ def supports(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and x.dtype in FLOATS and 1 <= x.shape[0] <= MAX_ROWS and weight.is_contiguous()
 
 
-def launch(
-    x: Tensor, weight: Tensor, out: Tensor, parameters: Launch | None = None, norm: Any | None = None,
-    residual: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Launch into out [N, O], whose rows may lie apart; x, weight and residual contiguous, none checked. The weight may be read
-    before the launch in front has ended. With a norm no product is split: a program needs whole rows."""
+def launch(x: Tensor, weight: Tensor, out: Tensor, parameters: Launch | None = None) -> None:
+    """Launch into out [N, O], whose rows may lie apart; x and weight contiguous, none checked. The weight may be read before
+    the launch in front has ended."""
     (rows, size), columns = x.shape, weight.shape[0]
     chosen = parameters or choose(columns, size, x.dtype)
-    if norm is not None:
-        chosen = replace(chosen, split=1)
-    gains, eps = (x, 0.0) if norm is None else (norm.weight.detach().contiguous(), norm.eps)
     step = min(chosen.step, power_of_2(size, 16))
     part = triton.cdiv(size, step * chosen.split) * step
     grid = (triton.cdiv(columns, chosen.columns), triton.cdiv(rows, ROWS), chosen.split)
@@ -189,11 +164,10 @@ def launch(
         sums = torch.empty((chosen.split, rows, columns), dtype=torch.float32, device=x.device)
         counter = counters(weight, grid[0] * grid[1])
     _linear_rows_kernel[grid](
-        x, weight, gains, x if residual is None else residual, out, sums, counter, rows, columns, size, out.stride(0), eps,
-        BO=chosen.columns, BK=step, PART=part, NORM=norm is not None, ADDS=residual is not None,
+        x, weight, out, sums, counter, rows, columns, size, out.stride(0), BO=chosen.columns, BK=step, PART=part,
         EVEN=size % (step * chosen.split) == 0, FETCH=power_of_2(min(chosen.fetch, part), 64) if chosen.fetch else 0,
-        SPLIT=chosen.split, OVERLAP=overlap, LATE=variant("late_next", True), num_warps=chosen.num_warps,
-        num_stages=chosen.stages, **({"launch_pdl": True} if overlap else {}),
+        SPLIT=chosen.split, OVERLAP=overlap, num_warps=chosen.num_warps, num_stages=chosen.stages,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 
@@ -201,15 +175,10 @@ def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
     """`common.linear_rows.linear_rows`: the same arguments, results and errors; the weight must be contiguous."""
     core.check_linear_rows(x, weight)
     contiguous("linear_rows", weight=weight)
-    out = room(x, weight)
+    columns = weight.shape[0]
+    out = torch.empty((x.shape[0], -(-columns // ALIGNED) * ALIGNED), dtype=x.dtype, device=x.device)[:, :columns]
     launch(x.contiguous(), weight, out)
     return out
-
-
-def room(x: Tensor, weight: Tensor) -> Tensor:
-    """Uninitialised [N, O] whose rows begin at multiples of 16 elements."""
-    columns = weight.shape[0]
-    return torch.empty((x.shape[0], -(-columns // ALIGNED) * ALIGNED), dtype=x.dtype, device=x.device)[:, :columns]
 
 
 def register() -> None:

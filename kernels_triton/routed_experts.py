@@ -84,14 +84,13 @@ def _rows_of(picks, pair, tokens, k, K_PAD: tl.constexpr):
 def _inner_kernel(
     x, picks, gate_up, hidden, entry, entry_stride, shared_hidden, down, tokens, k, size, inner, shared_inner,
     K_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, BI: tl.constexpr, BH: tl.constexpr, SHARED: tl.constexpr,
-    NEXT: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr, LATE: tl.constexpr,
+    NEXT: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """hidden[n, j, :] = silu(gate) * up of the pair (n, j), and shared_hidden[n, :] of the shared expert's products. NEXT: rows
     of `down`, of LINES times 128 bytes, that a program asks for (0: none)."""
     if OVERLAP:
         gdc_wait()
-        if not LATE:
-            gdc_launch_dependents()  # not before: whoever starts now finds the picks
+        gdc_launch_dependents()  # not before: whoever starts now finds the picks
     pair = tl.program_id(1)
     token = tl.arange(0, 16)
     column = tl.program_id(0) * BI + tl.arange(0, BI)
@@ -115,8 +114,6 @@ def _inner_kernel(
                 of_weight = (lane < size)[:, None] & (wanted < inner)[None, :]
                 rows = tl.load(x + token[:, None] * size + lane[None, :], mask=of_row, other=0.0)
                 total += multiply(rows, tl.load(base[None, :] + lane[:, None], mask=of_weight, other=0.0))
-            if OVERLAP and LATE:  # a program that ends lets the next launch begin as well
-                gdc_launch_dependents()
             if NEXT > 0:
                 row = tl.minimum(tl.program_id(0) * NEXT + tl.arange(0, NEXT), size - 1)
                 line = tl.minimum(tl.arange(0, LINES) * 64, inner - 1)
@@ -129,7 +126,7 @@ def _inner_kernel(
 @triton.jit
 def _product(
     rows, weight, chosen, column, width, size, PAD: tl.constexpr, BH: tl.constexpr, BI: tl.constexpr, FETCH: tl.constexpr,
-    OVERLAP: tl.constexpr, LATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """[16, BH] float32: rows float32 (16 pointers to `width` each) times rows `column` of weight [size, width]."""
     total = tl.zeros([16, BH], tl.float32)
@@ -143,8 +140,6 @@ def _product(
         left = tl.load(rows[:, None] + lane[None, :], mask=chosen[:, None] & (lane < width)[None, :], other=0.0)
         right = tl.load(base[None, :] + lane[:, None], mask=(lane < width)[:, None] & (column < size)[None, :], other=0.0)
         total += multiply_terms(left, right)
-    if OVERLAP and LATE:
-        gdc_launch_dependents()
     return total
 
 
@@ -152,10 +147,10 @@ def _product(
 def _outer_kernel(
     hidden, picks, weights, down, amount, amount_stride, shared_hidden, shared_down, each, tokens, k, size, inner, shared_inner,
     K_PAD: tl.constexpr, INNER_PAD: tl.constexpr, SHARED_PAD: tl.constexpr, BH: tl.constexpr, BI: tl.constexpr,
-    SHARED: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr, LATE: tl.constexpr,
+    SHARED: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """each[n, j, :] = weight of the pair * down(hidden[n, j]); the shared expert's stands behind the picks."""
-    if OVERLAP and not LATE:
+    if OVERLAP:
         gdc_launch_dependents()
     pair = tl.program_id(1)
     token = tl.arange(0, 16)
@@ -164,7 +159,7 @@ def _outer_kernel(
     if SHARED and pair == tokens * k:
         chosen = token < tokens
         rows = shared_hidden + token * shared_inner
-        total = _product(rows, shared_down, chosen, column, shared_inner, size, SHARED_PAD, BH, BI, FETCH, OVERLAP, LATE)
+        total = _product(rows, shared_down, chosen, column, shared_inner, size, SHARED_PAD, BH, BI, FETCH, OVERLAP)
         share = sigmoid(tl.load(amount + token * amount_stride, mask=chosen, other=0.0).to(tl.float32))
         at = (token * slots + k)[:, None] * size + column[None, :]
         tl.store(each + at, total * share[:, None], mask=chosen[:, None] & (column < size)[None, :])
@@ -173,8 +168,7 @@ def _outer_kernel(
         if first:
             pairs = token * k + place
             base = down + expert.to(tl.int64) * size * inner
-            rows = hidden + pairs * inner
-            total = _product(rows, base, chosen, column, inner, size, INNER_PAD, BH, BI, FETCH, OVERLAP, LATE)
+            total = _product(hidden + pairs * inner, base, chosen, column, inner, size, INNER_PAD, BH, BI, FETCH, OVERLAP)
             share = tl.load(weights + pairs, mask=chosen, other=0.0)
             at = (token * slots + place)[:, None] * size + column[None, :]
             tl.store(each + at, total * share[:, None], mask=chosen[:, None] & (column < size)[None, :])
@@ -264,11 +258,11 @@ def launch(
     entry, amount, shared_down = (shared.gate_up, shared.amount, shared.down) if shared is not None else (x, x, down)
     rows, programs = tokens * k + has_shared, triton.cdiv(max(inner, width), first.columns)
     fits = tokens * k * size * inner * down.element_size() <= CACHED
-    ahead, late = overlap and fits and variant("experts_ahead", True), variant("late_next", True)
+    ahead = overlap and fits and variant("experts_ahead", True)
     _inner_kernel[(programs, rows)](
         x, picks, gate_up, room.hidden, entry, entry.stride(0), room.shared, down, tokens, k, size, inner, width, K_PAD=k_pad,
         SIZE_PAD=triton.cdiv(size, first.step) * first.step, BI=first.columns, BH=first.step, SHARED=has_shared,
-        NEXT=power_of_2(triton.cdiv(size, programs)) if ahead else 0, LINES=power_of_2(triton.cdiv(inner, 64)), LATE=late,
+        NEXT=power_of_2(triton.cdiv(size, programs)) if ahead else 0, LINES=power_of_2(triton.cdiv(inner, 64)),
         num_warps=first.num_warps, num_stages=first.stages, **later,
     )  # fmt: skip
     _outer_kernel[(triton.cdiv(size, second.columns), rows)](
@@ -276,7 +270,7 @@ def launch(
         inner, width, K_PAD=k_pad, INNER_PAD=triton.cdiv(inner, second.step) * second.step,
         SHARED_PAD=triton.cdiv(width, second.step) * second.step, BH=second.columns, BI=second.step, SHARED=has_shared,
         FETCH=power_of_2(min(second.fetch, inner), 64) if second.fetch else 0, num_warps=second.num_warps,
-        num_stages=second.stages, LATE=late, **later,
+        num_stages=second.stages, **later,
     )  # fmt: skip
     weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     _sum_kernel[(tokens,)](

@@ -54,7 +54,7 @@ class Gate:
     launch may start only behind the products."""
 
     pairs: int = 64
-    columns: int = 16
+    columns: int = 32
     step: int = 128
     num_warps: int = 4
     stages: int = 4
@@ -66,11 +66,11 @@ class Part:
     """columns: of the hidden size, of a program; pairs: of its tile (whole rows of the block); step: message entries it reads
     at a time; stages and late as in `Gate`."""
 
-    columns: int = 128
+    columns: int = 64
     pairs: int = 64
-    step: int = 64
+    step: int = 128
     num_warps: int = 4
-    stages: int = 4
+    stages: int = 3
     late: int = 0
 
 

@@ -36,15 +36,14 @@ from benchmarks.kernels.decode_cases import MATRICES
 from benchmarks.provenance import provenance
 from dspine.common.bench.presets import cut_layers, find_preset, plain_drafter
 from dspine.common.bench.random_weights import preset_folders
-from dspine.common.norms import RMSNorm
-from dspine.kernels_triton import linear_rows, normed_gated_rows, normed_rows, residual_rows
+from dspine.kernels_triton import gated_rows, linear_rows
 from dspine_cuda.bench import LengthSteps
 from dspine_cuda.runtime import RUNTIME
 
 LENGTHS = (1, 16)
 STEPS = (("verify", 1), ("verify", 16), "draft")
 MODELS = {"Qwen/Qwen3-8B": "8b", "Qwen/Qwen3.6-35B-A3B": "35b"}  # whose matrices are tried
-SWITCHES = ("late_next", "norms_ride", "attention_ahead", "experts_ahead", "transition_pairs")
+SWITCHES = ("late_next", "attention_ahead", "experts_ahead", "transition_pairs")
 SHAPES = (  # columns, step, warps, stages of linear_rows
     (16, 256, 4, 4), (16, 512, 4, 3), (16, 512, 4, 4), (32, 128, 4, 6), (32, 256, 4, 3), (32, 256, 4, 4), (64, 128, 4, 4),
     (64, 128, 8, 4),
@@ -144,18 +143,10 @@ def as_text(launch: linear_rows.Launch) -> str:
 
 
 def call(name: str, w: int) -> None:
-    """The product of this name as a step has it: behind a norm, in front of a residual sum, or neither."""
+    """The product of this name as a step has it."""
     columns, size = MATRICES[name]
     x, weight = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in ((w, size), (columns, size)))
-    norm = RMSNorm(torch.ones(size, dtype=torch.bfloat16, device="cuda"), 1e-6)
-    if name.endswith("qkv"):
-        normed_rows.normed_rows(x, norm, weight)
-    elif name.endswith("gate_up"):
-        normed_gated_rows.normed_gated_rows(x, norm, weight)
-    elif name in ("8b o", "8b down"):
-        residual_rows.residual_rows(x, weight, torch.zeros((w, columns), dtype=torch.bfloat16, device="cuda"))
-    else:
-        linear_rows.linear_rows(x, weight)
+    (gated_rows.gated_rows if name.endswith("gate_up") else linear_rows.linear_rows)(x, weight)
 
 
 def compile_share(tasks: Sequence[tuple[str, linear_rows.Launch]]) -> None:

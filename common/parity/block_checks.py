@@ -76,7 +76,6 @@ def checks(scaled: bool) -> Iterator[Check]:
     for rows, columns, inputs in [(16, 130, 96), (3, 37, 45)] if scaled else [(1, 12352, 2048), (16, 1281, 2048), (3, 37, 45)]:
         yield _linear_check(rows, columns, inputs)
         yield _gated_check(rows, columns, inputs)
-        yield from _normed_checks(rows, columns, inputs)
 
 
 def _attention_inputs(shape: AttentionShape, family: str) -> tuple[Any, ...]:
@@ -245,44 +244,6 @@ def _gated_check(rows: int, columns: int, size: int) -> Check:
         expect=_gated,
         kinds={"out": "steps"},
     )
-
-
-def _normed(args: tuple[Any, ...]) -> np.ndarray:
-    x, norm = args[0], args[1]
-    return norm.weight * x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + norm.eps)
-
-
-def _normed_inputs(name: str, rows: int, columns: int, size: int) -> tuple[Any, ...]:
-    rng = generator(name, str(rows), str(columns))
-    x = rng.normal(size=(rows, size)) * np.logspace(-2, 3, rows)[:, None]  # what the norm must bring to one size
-    weight = rng.normal(size=(2 * columns if name == "normed gated" else columns, size)) / size**0.5
-    return Value(x), RMSNorm(Value(rng.uniform(0.5, 1.5, size)), 1e-6), Value(weight)
-
-
-def _normed_checks(rows: int, columns: int, size: int) -> Iterator[Check]:
-    shape = f"{rows} x {columns} x {size}"
-    yield Check(
-        op="normed_rows", shape=shape, family="random",
-        build=lambda: _normed_inputs("normed", rows, columns, size),
-        run=lambda call, args: {"out": call("normed_rows", *args)},
-        expect=lambda args: {"out": _normed(args) @ args[2].T},
-        kinds={"out": "steps"},
-    )  # fmt: skip
-    yield Check(
-        op="normed_gated_rows", shape=shape, family="random",
-        build=lambda: _normed_inputs("normed gated", rows, columns, size),
-        run=lambda call, args: {"out": call("normed_gated_rows", *args)},
-        expect=lambda args: _gated((_normed(args), args[2])),
-        kinds={"out": "steps"},
-    )  # fmt: skip
-    rng = generator("residual", str(rows), str(columns))
-    yield Check(
-        op="residual_rows", shape=shape, family="random",
-        build=lambda: (*_linear_inputs(rows, columns, size), Value(rng.normal(size=(rows, columns)))),
-        run=lambda call, args: {"out": call("residual_rows", *args)},
-        expect=lambda args: {"out": args[0] @ args[1].T + args[2]},
-        kinds={"out": "out"},
-    )  # fmt: skip
 
 
 def _linear_check(rows: int, columns: int, size: int) -> Check:

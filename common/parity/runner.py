@@ -80,12 +80,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         gating.sigmoid_mul,
         gating.silu_mul,
         gating.gated_rows,
-        gating.normed_gated_rows,
         experts.pick_experts,
         experts.routed_experts,
         linear_rows.linear_rows,
-        linear_rows.normed_rows,
-        linear_rows.residual_rows,
         quantized_rows.quantized_rows,
         quantized_rows.gathered_rows,
     )

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspine.common.linear_rows import normed_rows
 from dspine.common.norms import add_rms_norm
 from dspine.common.stepping import table_rows
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Where, feed_forward, few_rows, norms_ride, place_inputs
+from dspine_cuda.static.steps import Where, feed_forward, few_rows, place_inputs
 from dspine_cuda.targets.dense import DenseLayer, DenseTarget
 
 
@@ -49,21 +48,17 @@ class StaticDense:
     def run(self, tokens: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         """All layers over tokens int [B, w]: their rows after the last norm [at least B w, H], and the features [B, w, F].
 
-        Residual sums and norms ride in the products before and behind them; where those are not the kernels', every sum runs
-        with the norm behind it, so a layer leaves its update for the next one to add.
+        Every residual sum runs with the norm behind it, so a layer leaves its update for the next one to add.
         """
         target = self.target
         residual = self._padded(table_rows(target.embedding, tokens).view(where.batch * where.count, -1))
         update: Tensor | None = None
         outputs: list[Tensor] = []  # of the layers so far
         for layer, store in zip(target.layers, self.stores, strict=True):
-            if update is None and norms_ride(residual, layer.qkv):
-                entry, qkv = residual, normed_rows(residual, layer.input_norm, layer.qkv.weight)
-            else:
-                entry, normed = add_rms_norm(residual, update, layer.input_norm)
-                qkv = few_rows(layer.qkv, normed)
+            entry, normed = add_rms_norm(residual, update, layer.input_norm)
             outputs.append(entry)
-            residual, update = feed_forward(layer, entry, self._padded(attend(layer, qkv, store, where)))
+            mixed = self._padded(attend(layer, few_rows(layer.qkv, normed), store, where))
+            residual, update = feed_forward(layer, entry, mixed)
         last, normed = add_rms_norm(residual, update, target.norm)
         outputs = [*outputs[1:], last]
         rows, shape = where.batch * where.count, (where.batch, where.count, -1)

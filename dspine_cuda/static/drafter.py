@@ -88,7 +88,7 @@ class StaticDrafter:
                 entry = pre
             else:
                 # the sum only; unlike torch's own, this launch may start under the one in front
-                pre = residual if update is None else add_rms_norm(residual, update, norm)[0]
+                pre, _ = add_rms_norm(residual, update, norm)
                 entry, normed, heard = self._inject(index, pre, where, code, norm)
         return normed, torch.cat([pre, earlier], dim=-1) if lean.keeps_two else pre, heard
 
@@ -108,9 +108,8 @@ class StaticDrafter:
             gated = injection_messages(raw, code, weights)
         return *injection_write(pre, gated.view(pre.shape[0], -1), weights.write, norm), heard
 
-    def _layer(self, index: int, layer: LeanLayer, entry: Tensor, normed: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
-        """(residual stream before the MLP's sum, the MLP's output), [N, H] each, of the stream [N, H] and its norm; None behind
-        the stream where the sum is in it already."""
+    def _layer(self, index: int, layer: LeanLayer, entry: Tensor, normed: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+        """(residual stream before the MLP's sum, the MLP's output), [N, H] each, of the stream [N, H] and its norm."""
         block = (where.batch, where.count, -1)
         normed, after = _prepared(layer.attention_conv, normed, block)
         projected = few_rows(layer.qkv, normed).view(where.batch, where.count, -1, layer.head_dim)

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from dspine.common.attention import attention_inputs, block_attention
-from dspine.common.environment import kernel_variants
-from dspine.common.gating import gated_rows, normed_gated_rows, silu_mul
+from dspine.common.gating import gated_rows, silu_mul
 from dspine.common.gdn import MAX_TOKENS
-from dspine.common.linear_rows import linear_rows, normed_rows, residual_rows
+from dspine.common.linear_rows import linear_rows
 from dspine.common.norms import add_rms_norm
 from dspine.common.registry import find_kernel
 from dspine_cuda.targets.layers import Linear
@@ -55,20 +54,9 @@ def gated(linear: Linear, x: Tensor) -> Tensor:
     return gated_rows(x, linear.weight)
 
 
-def norms_ride(x: Tensor, *linears: Linear) -> bool:
-    """Whether norms and residual sums of x [N, H] can ride in these products (`norms_ride=0` in DSPINE_KERNELS_TRY: never)."""
-    if x.shape[0] > MAX_TOKENS or kernel_variants().get("norms_ride") == "0":
-        return False
-    known = all(find_kernel(op.__name__, x) is not None for op in (normed_rows, normed_gated_rows, residual_rows))
-    return known and all(linear.weight is not None and linear.weight.is_contiguous() for linear in linears)
-
-
-def feed_forward(layer: Any, entry: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
+def feed_forward(layer: Any, entry: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
     """The rest of a layer (`output`, `mlp_norm`, `gate_up`, `down`) behind its attention: entry [N, H], mixed [N, Hq D] ->
-    (stream, update) [N, H] each, whose sum is the layer's output; update None: the stream is."""
-    if norms_ride(entry, layer.output, layer.gate_up, layer.down):
-        stream = residual_rows(mixed, layer.output.weight, entry)
-        return residual_rows(normed_gated_rows(stream, layer.mlp_norm, layer.gate_up.weight), layer.down.weight, stream), None
+    (stream, update) [N, H] each, whose sum is the layer's output: it runs with the norm behind it."""
     stream, normed = add_rms_norm(entry, few_rows(layer.output, mixed), layer.mlp_norm)
     return stream, few_rows(layer.down, gated(layer.gate_up, normed))
 

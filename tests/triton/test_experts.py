@@ -11,14 +11,10 @@ import torch.nn.functional as F
 from dspine.common import experts, linear_rows
 from dspine.common.errors import DSpineError
 from dspine.common.experts import SharedExpert
-from dspine.common.norms import RMSNorm
 from dspine.kernels_triton import _launch
 from dspine.kernels_triton import gated_rows as gated_kernel
 from dspine.kernels_triton import linear_rows as linear_kernel
-from dspine.kernels_triton import normed_gated_rows as normed_gated_kernel
-from dspine.kernels_triton import normed_rows as normed_kernel
 from dspine.kernels_triton import pick_experts as pick_kernel
-from dspine.kernels_triton import residual_rows as residual_kernel
 from dspine.kernels_triton import routed_experts as routed_kernel
 from dspine.kernels_triton import silu_mul as silu_kernel
 from tests.triton.blocks import error
@@ -161,51 +157,6 @@ def test_gate_and_up_in_one_launch(device, dtype, rows, inner, size):
     gate, up = (x.double().cpu() @ weight.double().cpu().T).chunk(2, dim=-1)
     assert error(got, F.silu(gate) * up) <= (5e-3 if dtype == torch.bfloat16 else 1e-6)
     assert torch.equal(gated_kernel.gated_rows(x[:1], weight), got[:1])
-
-
-NORM_CASES = [(1, 64, 256), (16, 37, 300), (5, 130, 33), (19, 48, 96)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns", "size"), NORM_CASES)
-def test_norms_and_sums_ride_in_products(device, dtype, rows, columns, size):
-    """Against float64, with rows of very different size, and the same bits for a row alone."""
-    x = drawn(device, rows, size, dtype=dtype) * torch.logspace(-2, 3, rows, device=device).to(dtype)[:, None]
-    weight = drawn(device, 2 * columns, size, seed=1, dtype=dtype) / size**0.5
-    norm = RMSNorm((1 + 0.3 * drawn(device, size, seed=2, dtype=torch.float32)).to(dtype), 1e-6)
-    residual = drawn(device, rows, 2 * columns, seed=3, dtype=dtype)
-    bound = 6e-3 if dtype == torch.bfloat16 else 2e-6
-    wide = x.double().cpu()
-    normed = norm.weight.double().cpu() * wide / (wide.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    product = normed @ weight.double().cpu().T
-    got = normed_kernel.normed_rows(x, norm, weight)
-    assert got.shape == (rows, 2 * columns) and error(got, product) <= bound
-    assert torch.equal(normed_kernel.normed_rows(x[:1], norm, weight), got[:1])
-    gate, up = product.chunk(2, dim=-1)
-    both = normed_gated_kernel.normed_gated_rows(x, norm, weight)
-    assert error(both, F.silu(gate) * up) <= bound
-    assert torch.equal(normed_gated_kernel.normed_gated_rows(x[-1:], norm, weight), both[-1:])
-    inputs = drawn(device, rows, size, seed=4, dtype=dtype)
-    want = residual.double().cpu() + inputs.double().cpu() @ weight.double().cpu().T
-    added = residual_kernel.residual_rows(inputs, weight, residual)
-    assert error(added, want) <= bound
-    assert torch.equal(residual_kernel.residual_rows(inputs[:1], weight, residual[:1]), added[:1])
-    for reference, arguments, exact in (
-        (linear_rows.normed_rows, (x, norm, weight), product),
-        (linear_rows.residual_rows, (inputs, weight, residual), want),
-    ):
-        assert error(reference.reference(*arguments), exact) <= bound
-
-
-def test_a_split_product_adds_its_residual_once(device, monkeypatch):
-    x, weight = drawn(device, 3, 256, dtype=torch.bfloat16), drawn(device, 32, 256, seed=1, dtype=torch.bfloat16)
-    residual = drawn(device, 3, 32, seed=2, dtype=torch.bfloat16)
-    norm = RMSNorm(torch.ones(256, dtype=torch.bfloat16, device=device), 1e-6)
-    one, normed = residual_kernel.residual_rows(x, weight, residual), normed_kernel.normed_rows(x, norm, weight)
-    monkeypatch.setenv("DSPINE_KERNELS_TRY", "linear_rows.32x256=32,32,4,3,64,4")
-    want = residual.double().cpu() + x.double().cpu() @ weight.double().cpu().T
-    assert error(residual_kernel.residual_rows(x, weight, residual), want) <= 3e-3 and error(one, want) <= 3e-3
-    assert error(normed_kernel.normed_rows(x, norm, weight), normed.double().cpu()) <= 3e-3  # whole rows: never split
 
 
 SPLIT = linear_kernel.Launch(32, 32, 4, 3, 64, 4)

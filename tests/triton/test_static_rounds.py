@@ -89,19 +89,6 @@ CASES = [
 ]
 
 
-RIDING = ("normed_gated_rows", "residual_rows")  # norms and residual sums in the products beside them
-
-
-@pytest.mark.slow
-def test_rounds_with_norms_of_their_own(pair, kernels, monkeypatch):
-    monkeypatch.setenv("DSPINE_KERNELS_TRY", "norms_ride=0")
-    with one_thread():
-        got = reports(pair, WIDTH, RoundRules("greedy", SamplingParams(temperature=0.0)), 2)
-        with registry.reference_only():
-            assert got == reports(pair, WIDTH, RoundRules("greedy", SamplingParams(temperature=0.0)), 2)
-    assert {"gated_rows", "add_rms_norm"} <= kernels and not kernels & {"normed_rows", *RIDING}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "rule", "names"), CASES)
 def test_rounds_over_the_kernels(pair, kernels, mode, rule, names):
@@ -122,6 +109,6 @@ def test_rounds_over_the_kernels(pair, kernels, mode, rule, names):
     expected |= {"correct_length"} if mode == POLICY and hybrid else set()
     expected |= set(STEPS[3:5]) | {"table_rows"} | ({"enter_block", "context_inputs"} if mode != PLAIN else set())
     expected |= {"bound_lengths"} if mode == POLICY else {"round_uniforms"} if rule != "greedy" else set()
-    expected |= {"attention_inputs", "add_rms_norm", "settle_round"} | (set() if hybrid else {"normed_rows", *RIDING})
-    expected |= {"injection_messages", "injection_write", *RIDING} if mode != PLAIN else set()
+    expected |= {"attention_inputs", "add_rms_norm", "settle_round"} | (set() if hybrid else {"gated_rows"})
+    expected |= {"injection_messages", "injection_write", "gated_rows"} if mode != PLAIN else set()
     assert expected <= kernels
