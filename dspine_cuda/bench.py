@@ -248,7 +248,7 @@ def fill(target: Any, drafter: Any | None, arena: Arena, prompt: Sequence[int]) 
     filled = target.prefill(arena.cache, tokens, chunk=PREFILL)
     if drafter is not None:
         drafter.commit(arena.draft_cache, filled.features)
-    return int(filled.logits[0, -1].argmax())
+    return int(filled.logits[0].argmax())
 
 
 class LengthSteps:

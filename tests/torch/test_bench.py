@@ -15,7 +15,7 @@ from dspine.common.bench.trace import Trace  # noqa: E402
 from dspine.common.errors import DSpineError  # noqa: E402
 from dspine.common.selection.policies import parse_policy  # noqa: E402
 from dspine_cuda import graphs  # noqa: E402
-from dspine_cuda.bench import StaticContender, read_by_host, refusal  # noqa: E402
+from dspine_cuda.bench import StaticContender, fill, read_by_host, refusal  # noqa: E402
 from dspine_cuda.bench_replay import BenchDecoder  # noqa: E402
 from dspine_cuda.graphs import POLICY, EagerRunner, GraphRunner, body_of, length_bodies, staged  # noqa: E402
 from dspine_cuda.runtime import RUNTIME  # noqa: E402
@@ -243,6 +243,14 @@ def test_phases_belong_to_their_steps(pair):
     plain = static.phases(Task(PROMPT, TOKENS, False))
     assert plain["draft"] == [0.0] * (TOKENS - 1) and plain["stage 1"] == plain["accept"] == [1.0] * (TOKENS - 1)
     assert static.run(Task(PROMPT, TOKENS, False)).round_count == TOKENS - 1  # the arena is free again
+
+
+def test_phases_begin_with_the_token_that_a_run_begins_with(pair):
+    """Acceptance of its own depends on what the rounds' first anchor is."""
+    static = StaticContender(*pair, Ticks(), EagerRunner)
+    run = static.run(Task(PROMPT, TOKENS, True))
+    assert fill(*pair, static.decoder.idle_arena(len(PROMPT) + TOKENS), PROMPT) == run.token_ids[0]
+    assert {len(seconds) for seconds in static.phases(Task(PROMPT, TOKENS, True)).values()} == {run.round_count}
 
 
 def test_phases_of_lengths_chosen_on_the_device(pairs):  # noqa: F811
