@@ -20,8 +20,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class Scale:
     def follow(self, ratio: float) -> None:
         """One more round."""
         self._ratios.append(ratio)
-        self.value = float(np.median(self._ratios))
+        self.value = median(self._ratios)
         self.seen += 1
 
     @property
@@ -105,27 +106,41 @@ class CostTable:
         ]
         return _between(self._sizes, np.stack(curves), batch)
 
+    def seconds(self, batch: int, width: int) -> float:
+        """Time to verify `width` tokens for each of `batch` sequences: `verify_seconds` of one point, in a microsecond where it
+        was measured (this is asked several times a round, and rounds of small models are short)."""
+        found = self.verify.get((batch, width))
+        if found is None:
+            return float(self.verify_seconds(batch, np.array([batch * width]))[0])
+        return found * (self.verify_scale if width > 1 else self.plain_scale).value
+
     def draft_seconds(self, batch: int) -> float:
         """Time to draft for `batch` sequences."""
         if not self.draft:
             return 0.0
+        if batch in self.draft:
+            return self.draft_scale.value * self.draft[batch]
         sizes = sorted(self.draft)
         return self.draft_scale.value * float(_between(sizes, np.array([[self.draft[size]] for size in sizes]), batch)[0])
 
     def observe(self, batch: int, rows: int, verify: float, drafts: int, draft: float) -> None:
         """A round took this long."""
         scale = self.verify_scale if rows > batch else self.plain_scale
-        scale.follow(scale.value * verify / max(float(self.verify_seconds(batch, np.array([rows]))[0]), 1e-9))
+        whole = rows % batch == 0
+        expected = self.seconds(batch, rows // batch) if whole else float(self.verify_seconds(batch, np.array([rows]))[0])
+        scale.follow(scale.value * verify / max(expected, 1e-9))
         if drafts and self.draft:
             self.draft_scale.follow(self.draft_scale.value * draft / max(self.draft_seconds(drafts), 1e-9))
 
     def observe_host(self, seconds: float) -> None:
         """A round took this long besides verifying and drafting."""
         self._hosts.append(seconds)
-        self.host = float(np.median(self._hosts))
+        self.host = median(self._hosts)
 
-    def round_seconds(self, device: float | np.ndarray) -> np.ndarray:
-        """A whole round whose verifying and drafting take `device` seconds."""
+    def round_seconds(self, device: Any) -> Any:
+        """A whole round whose verifying and drafting take `device` seconds, a number or an array of them."""
+        if isinstance(device, float):
+            return max(device, self.host) if self.overlaps else device + self.host
         return np.maximum(device, self.host) if self.overlaps else np.asarray(device) + self.host
 
 
@@ -220,7 +235,7 @@ class BatchLengths:
 
     def _rate(self, option: Option, cheaper: float = 1.0) -> float:
         """Tokens a second; cheaper: if the table were wrong by this factor."""
-        return option.tokens / max(float(self.costs.round_seconds(option.device / cheaper)), 1e-9)
+        return option.tokens / max(self.costs.round_seconds(option.device / cheaper), 1e-9)
 
     def _spacing(self, other: Option, chosen: Option) -> int:
         """Rounds between two looks at `other`: one in vain loses at most `LOOK_SHARE` of them. Until `other` has been seen a
@@ -232,7 +247,7 @@ class BatchLengths:
         if scale.seen < _ENOUGH and not hopeless:
             return 1
         lost = 1.0 - self._rate(other) / max(self._rate(chosen), 1e-9)
-        took = float(self.costs.round_seconds(other.device)) / max(float(self.costs.round_seconds(chosen.device)), 1e-9)
+        took = self.costs.round_seconds(other.device) / max(self.costs.round_seconds(chosen.device), 1e-9)
         least = ceil(max(lost, 0.0) * took / LOOK_SHARE)
         return max(least, HOPELESS_EVERY) if hopeless and is_plain else least
 

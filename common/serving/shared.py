@@ -109,9 +109,22 @@ class GraphLengths(SharedLengths):
 
     def graph(self, loops: Sequence[Any], lengths: Sequence[int]) -> tuple[int, int]:
         """Slots and tokens of the graph that runs."""
-        most = max(lengths)
-        width = next(w for w in self.widths if w >= most) if most > 1 else 1
-        return self.slots.reach(1 + max(loop.slot for loop in loops)), width
+        return self.slots.reach(1 + max(loop.slot for loop in loops)), self.width(lengths)
+
+    def weigh(self, loops: Sequence[Any], limits: Sequence[int], pinned: Sequence[bool] = ()) -> tuple[Option, Option | None]:
+        """`SharedLengths.weigh`, of the graphs. Plain numbers: a few microseconds, in the time of every round."""
+        fixed = _flags(pinned, len(loops))
+        rates = [self.rate(loop) for loop in loops]
+        size = self.slots.reach(1 + max(loop.slot for loop in loops))
+
+        def option(lengths: list[int]) -> Option:
+            tokens = sum(_geometric(rate, length) for rate, length in zip(rates, lengths, strict=True))
+            return Option(lengths, tokens, self.graph_seconds(size, self.width(lengths)))
+
+        plain = option([limit if f else 1 for limit, f in zip(limits, fixed, strict=True)])
+        drafted = [option(_lengths(w, limits, fixed)) for w in _candidates(limits, fixed, self.widths)]
+        self._expected = max(self._rate(each) for each in (plain, *drafted))
+        return plain, max(drafted, key=self._rate, default=None)
 
     def device_seconds(self, loops: Sequence[Any], options: Sequence[Sequence[int]]) -> np.ndarray:
         """`SharedLengths.device_seconds`, of the graphs."""
@@ -119,8 +132,12 @@ class GraphLengths(SharedLengths):
 
     def graph_seconds(self, size: int, width: int) -> float:
         """Seconds of a graph by the table."""
-        verify = float(self.costs.verify_seconds(size, np.array([size * width]))[0])
-        return verify + (self.costs.draft_seconds(size) if width > 1 else 0.0)
+        return self.costs.seconds(size, width) + (self.costs.draft_seconds(size) if width > 1 else 0.0)
+
+    def width(self, lengths: Sequence[int]) -> int:
+        """Tokens of the graph for rounds of these lengths."""
+        most = max(lengths)
+        return next(w for w in self.widths if w >= most) if most > 1 else 1
 
     def observe_graph(self, size: int, width: int, seconds: float) -> None:
         """A graph took so long on the device."""
@@ -140,6 +157,11 @@ def _candidates(limits: Sequence[int], fixed: Sequence[bool], widths: Sequence[i
 
 def _lengths(w: int, limits: Sequence[int], fixed: Sequence[bool]) -> list[int]:
     return [limit if is_fixed else min(w, limit) for limit, is_fixed in zip(limits, fixed, strict=True)]
+
+
+def _geometric(rate: float, length: int) -> float:
+    """1 + rate + .. + rate^(length - 1)."""
+    return float(length) if rate == 1.0 else (1.0 - rate**length) / (1.0 - rate)
 
 
 def _tokens(survival: Sequence[np.ndarray], lengths: Sequence[int]) -> float:

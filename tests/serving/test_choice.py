@@ -131,6 +131,24 @@ def test_graphs_are_followed_at_their_own_price(graphs):
     assert graphs.graph_seconds(8, 1) == pytest.approx(flat(8, 1))
 
 
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_plain_numbers_are_the_arrays(graphs, count):
+    """What is asked for every round is what the general rule gives, at measured sizes and between them."""
+    costs = graphs.costs
+    costs.verify_scale.follow(1.7), costs.plain_scale.follow(0.6), costs.draft_scale.follow(1.2)
+    for size, width in ((1, 1), (2, 8), (3, 1), (3, 5), (5, 12), (16, 16), (70, 2)):
+        assert costs.seconds(size, width) == pytest.approx(costs.verify_seconds(size, np.array([size * width]))[0], rel=1e-12)
+    loops = [Loop(slot=slot) for slot in range(count)]
+    for loop in loops:
+        graphs.observe(loop, 7, loop.slot % 8)
+    limits = [1 + (5 * loop.slot + 7) % 16 for loop in loops]
+    for pinned in ((), [loop.slot % 3 == 1 for loop in loops]):
+        got, want = graphs.weigh(loops, limits, pinned), super(GraphLengths, graphs).weigh(loops, limits, pinned)
+        for one, other in zip(got, want, strict=True):
+            assert one.lengths == other.lengths
+            assert (one.tokens, one.device) == pytest.approx((other.tokens, other.device), rel=1e-12)
+
+
 def test_what_a_round_takes_of_the_host(monkeypatch):
     """Waiting for the device is not the host's, waiting for the interpreter's lock is; behind prompts nobody can tell them
     apart, and turns that do other things are not counted."""
