@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from dspine.common.bench.timing import PHASES
 from dspine.common.errors import BackendError
+
+TITLE = 110  # letters of a line that fit the picture
 
 
 def pyplot() -> Any:
@@ -42,7 +45,7 @@ def _title(report: dict[str, Any]) -> str:
     lines = [f"{model}; {facts['runtime']} on {facts['device']}, {facts['dtype']}; commit {report['commit']}"]
     if report["replayed"]:
         lines.append(report["acceptance"])
-    return "\n".join(lines)
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, TITLE))
 
 
 def _lengths(axes: Any, report: dict[str, Any]) -> None:
@@ -73,4 +76,5 @@ def _phases(axes: Any, report: dict[str, Any]) -> None:
             axes.bar([label for label, _ in bars], heights, bottom=bottoms, width=0.5, label=phase)
             bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
     axes.set_ylabel("milliseconds a round (medians)")
-    axes.legend(fontsize=8)
+    if any(bottoms):  # a run of some parts may have none
+        axes.legend(fontsize=8)
