@@ -393,6 +393,10 @@ class Slots(Protocol):
         """Make the reading of prompts in pieces of up to `chunk` tokens ready, as far as it is worth it before one has come."""
         ...
 
+    def close(self) -> None:
+        """Free what was made ready; nothing runs."""
+        ...
+
 
 @dataclass
 class Engine:

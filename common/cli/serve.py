@@ -34,7 +34,7 @@ class ServeOptions:
     backend: Annotated[str, flag("`auto`, `mlx` or `torch`.", _MODEL)] = AUTO
     device: Annotated[str, flag("`auto`, or a device of the backend: cpu, cuda, metal.", _MODEL)] = AUTO
     dtype: Annotated[DType, flag("Number format of weights and activations.", _MODEL)] = DType[AUTO]
-    graphs: Annotated[Graphs, flag("Whole rounds as CUDA graphs; with --max-concurrency above 1 only if on.", _MODEL)] = Graphs[
+    graphs: Annotated[Graphs, flag("Whole rounds as CUDA graphs: where they run (auto), or an error (on).", _MODEL)] = Graphs[
         AUTO
     ]
     served_name: Annotated[str | None, flag("Model id of requests; without it the model's name.", _MODEL)] = None
@@ -116,6 +116,7 @@ def build_settings(options: ServeOptions) -> ServerSettings:
             exact_prefixes=not options.loose_prefix,
             batch=not options.no_batch,
             slot_tokens=min(options.max_context or SLOT_TOKENS, SLOT_TOKENS),
+            needs_slots=str(options.graphs) == "on",
         ),
     )
 

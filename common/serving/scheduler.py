@@ -17,7 +17,7 @@ import numpy as np
 
 from dspine.common.decoding import DecodingLoop, Round
 from dspine.common.errors import BackendError, DSpineError
-from dspine.common.protocols import Engine, Rounds, ServingRuntime, ServingSupport
+from dspine.common.protocols import Engine, Rounds, ServingRuntime, ServingSupport, Slots
 from dspine.common.runtimes import load_runtime
 from dspine.common.serving.errors import ApiError
 from dspine.common.serving.jobs import Job
@@ -40,7 +40,7 @@ class SchedulerSettings:
     """max_concurrency: sequences that run at once; max_queue: jobs that wait; prefill_chunk: prompt tokens read between two
     rounds; prefix_bytes: limit of the prefix cache, 0 is off; prefix_grain, exact_prefixes: see `prefixes`; batch: run several
     sequences as one batch where possible; slot_tokens: prompt and answer of a sequence whose rounds run as graphs in a batch,
-    at most (less where memory is short; longer ones run eagerly)."""
+    at most (less where memory is short; longer ones run eagerly); needs_slots: it is an error where those cannot be had."""
 
     max_concurrency: int = 8
     max_queue: int = 64
@@ -50,6 +50,7 @@ class SchedulerSettings:
     exact_prefixes: bool = True
     batch: bool = True
     slot_tokens: int = SLOT_TOKENS
+    needs_slots: bool = False
 
     @property
     def chunk(self) -> int:
@@ -77,6 +78,7 @@ class Scheduler:
         self.prefixes = PrefixCache(None, 0)
         self._rounds: BatchRounds | None = None
         self.slots: SlotRounds | None = None
+        self.slots_reason = "one sequence at a time, or in turns"  # why there are none
         self._mean_seconds = 2.0  # of a job, running: for Retry-After
         self._turn = 0
 
@@ -187,11 +189,26 @@ class Scheduler:
         if self.support.batcher is not None and self.settings.batch and self.settings.max_concurrency > 1:
             costs = measure_costs(self.engine, self.support.batcher, self.settings.max_concurrency)
             self._rounds = BatchRounds(self.engine, self.support.batcher, costs)
+            self.slots_reason = self.engine.rounds_reason or "this engine has no rounds as graphs"
             if self.engine.rounds is not None:
-                made = self.engine.rounds.slots(self.settings.max_concurrency, self.settings.slot_tokens)
-                self.slots = SlotRounds(self.engine, made)
-                made.prepare_prompts(self.settings.chunk)
+                self._make_slots(self.engine.rounds)
         self._opened = True
+
+    def _make_slots(self, rounds: Rounds) -> None:
+        """Slots whose rounds are graphs; where they cannot be had and need not be, the reason why."""
+        made: Slots | None = None
+        try:
+            made = rounds.slots(self.settings.max_concurrency, self.settings.slot_tokens)
+            slots = SlotRounds(self.engine, made)
+            made.prepare_prompts(self.settings.chunk)
+        except DSpineError as error:
+            if self.settings.needs_slots:
+                raise
+            if made is not None:
+                made.close()
+            self.slots_reason = f"batches run eagerly: {error}"
+        else:
+            self.slots = slots
 
     @property
     def rounds(self) -> Rounds | None:
@@ -201,7 +218,7 @@ class Scheduler:
     @property
     def prompts(self) -> str:
         """How prompts are read, and why: `captured: ...` or `eager: ...`; requests without a slot always eagerly."""
-        return "eager: only batches as graphs (--graphs on) capture it" if self.slots is None else self.slots.slots.prompts
+        return "eager: only batches as graphs capture it" if self.slots is None else self.slots.slots.prompts
 
     @property
     def batches(self) -> bool:

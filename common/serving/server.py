@@ -75,7 +75,7 @@ class Server:
         if self.scheduler.slots is not None:
             return self.scheduler.slots.reason
         if self.settings.scheduler.max_concurrency > 1:
-            return "batches run eagerly: --graphs on runs them as graphs"
+            return self.scheduler.slots_reason
         return self.scheduler.engine.rounds_reason or "this engine has no rounds as graphs"
 
     def close(self, grace: float = 0.0) -> bool:

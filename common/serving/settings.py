@@ -11,14 +11,13 @@ LOOPBACK = "127.0.0.1"
 
 
 def graphs_mode(asked: str, max_concurrency: int, batch: bool = True) -> str:
-    """`--graphs` as `load` wants it: batches (`max_concurrency` above 1) have graphs where they are asked for, `auto` leaves
-    them eager. DSpineError where several sequences take turns: those have none."""
+    """`--graphs` as `load` wants it. Several sequences that take turns have no graphs: DSpineError where they are asked for."""
     if asked == "on" and max_concurrency > 1 and not batch:
         raise DSpineError(
             f"--graphs on: sequences that take turns (--no-batch) have no graphs, and --max-concurrency is {max_concurrency}; "
             "drop --no-batch, or use --max-concurrency 1"
         )
-    return "off" if asked == "auto" and max_concurrency > 1 else asked
+    return "off" if asked == "auto" and max_concurrency > 1 and not batch else asked
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from dspine.common.serving.server import Server, captured
 from dspine.common.serving.settings import ServerSettings, graphs_mode
 from dspine.common.tokenizer import load_tokenizer
 from dspine_cuda.graphs import EagerRunner
+from dspine_cuda.serving_graphs import SlotGraphs
 from dspine_cuda.static.loop import GraphDecoder
 from tests.helpers.drafters import drafter_folder
 from tests.helpers.hybrids import save_hybrid
@@ -233,13 +234,43 @@ def test_clients_that_leave_free_their_slots(engines):
         assert answer["usage"]["speculative"]["rounds_by"].startswith("graphs")
 
 
-def test_batches_have_graphs_where_they_are_asked_for(monkeypatch):
-    """`auto` leaves batches eager; `on` with sequences that take turns is refused before anything is loaded."""
-    assert [graphs_mode(asked, 1) for asked in ("auto", "on", "off")] == ["auto", "on", "off"]
-    assert [graphs_mode(asked, 8) for asked in ("auto", "on", "off")] == ["off", "on", "off"]
+def test_batches_have_graphs_where_they_run(monkeypatch):
+    """`auto` and `on`; sequences that take turns have none, and `on` with them is refused before anything is loaded."""
+    assert [graphs_mode(asked, count) for count in (1, 8) for asked in ("auto", "on", "off")] == ["auto", "on", "off"] * 2
+    assert [graphs_mode(asked, 8, batch=False) for asked in ("auto", "off")] == ["off", "off"]
+    assert graphs_mode("auto", 1, batch=False) == "auto"
     monkeypatch.setattr(command, "load", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(DSpineError, match="--max-concurrency is 8; drop --no-batch, or use --max-concurrency 1"):
         command.serve(command.ServeOptions(port=0, graphs="on", no_batch=True))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_slots_that_cannot_be_had(engines, monkeypatch, late):
+    """Where graphs are not asked for by name, batches run eagerly and the start says why; where they are, it is an error. late:
+    when the arena is there already, which is freed."""
+    freed, close = [], SlotGraphs.close
+
+    def refuse(*_):
+        raise DSpineError("graphs: 4 slots ask for 90 GiB")
+
+    monkeypatch.setattr(SlotGraphs, "close", lambda slots: (freed.append(slots), close(slots)))
+    monkeypatch.setattr(SlotGraphs if late else GraphDecoder, "prepare_prompts" if late else "slots", refuse)
+    server = serve(engines(True), 4)
+    summary = server.summary()
+    assert not summary["graphs"] and summary["graphs_reason"] == "batches run eagerly: graphs: 4 slots ask for 90 GiB"
+    assert summary["prompts"].startswith("eager: only batches") and len(freed) == late
+    with running(server) as url:
+        body = {"model": "tiny", "prompt": WORDS, "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    assert answer["choices"][0]["text"] and not answer["usage"]["speculative"].get("rounds_by", "").startswith("graphs")
+    engine = engines(True)
+    needs = SchedulerSettings(max_concurrency=4, needs_slots=True)
+    with pytest.raises(DSpineError, match="90 GiB"):
+        Server(lambda: engine, ServerSettings(names=("tiny",), scheduler=needs))
+
+
+def test_why_batches_run_eagerly(engines):
+    assert serve(engines(False), 4).summary()["graphs_reason"] == engines(False).rounds_reason != ""
 
 
 def test_the_flag_reaches_the_runtime(registry, monkeypatch):
@@ -253,7 +284,7 @@ def test_the_flag_reaches_the_runtime(registry, monkeypatch):
     monkeypatch.setattr("dspine.common.serving.server.set_up_logging", lambda: None)
     monkeypatch.setattr(command, "load", spy)
     monkeypatch.setattr(command, "choose_runtime", lambda name: (registry, "asked for"))
-    for graphs, concurrency, wanted in (("on", 1, "on"), ("on", 8, "on"), ("auto", 1, "auto"), ("auto", 8, "off")):
+    for graphs, concurrency, wanted in (("on", 1, "on"), ("on", 8, "on"), ("auto", 1, "auto"), ("auto", 8, "auto")):
         with pytest.raises(DSpineError, match="enough"):
             command.serve(command.ServeOptions(port=0, graphs=graphs, max_concurrency=concurrency))
         assert seen["graphs"] == wanted
