@@ -187,6 +187,21 @@ def overlaps(array: Tensor) -> bool:
     return able and early_launches()
 
 
+# What early launches rest on. Every program of a kernel that may start early comes to `gdc_wait`, which lasts until the
+# launch in front has ended: so a launch that has ended stands for all in front of it, and what is behind the wait may read
+# and write anything. Before the wait a kernel may read
+# - constants, and what earlier rounds have left (a state, its factors, rows of a cache): a round's graph begins with a launch
+#   that does not overlap;
+# - lengths, live rows and the m of a commit (`attention_inputs`, `block_attention`): those that write them (`settle_round`,
+#   `round_limits`, the library's own kernels) never call `gdc_launch_dependents`, so whatever chain of early launches follows
+#   begins when they have ended. A kernel that writes such numbers must not call it either;
+# - what was written in front of a launch that waits before it calls it (`routed_experts`: the picks; `injection_write`: u).
+# And it writes nothing but a state that nobody else touches in the round (`gdn_verify_deferred`).
+def early(overlap: bool) -> dict[str, Any]:
+    """How a kernel is launched that may, or may not, start before the launch in front has ended."""
+    return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+
+
 def variant(name: str, default: bool) -> bool:
     """A choice of `DSPINE_KERNELS_TRY`: 0 or 1, else `default`."""
     value = kernel_variants().get(name, str(int(default)))

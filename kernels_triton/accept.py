@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dspine.common.acceptance import Verdict
 from dspine.common.errors import DSpineError
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, expect_dtype, expect_shape, overlaps, power_of_2, programs_of
+from dspine.kernels_triton._launch import FLOATS, early, expect_dtype, expect_shape, overlaps, power_of_2, programs_of
 
 SLICE = 8192  # logits that a program of the greedy rule reads
 BLOCK, BLOCKS = 256, 16  # the draw: entries of a sum, sums of a program
@@ -41,7 +41,8 @@ def _argmax_part_kernel(logits, values, ids, vocabulary, parts, SIZE: tl.constex
     lane = part * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits + row * vocabulary + lane, mask=lane < vocabulary, other=float("-inf")).to(tl.float32)
     tl.store(values + row * parts + part, tl.max(x, 0))
-    tl.store(ids + row * parts + part, part * SIZE + tl.argmax(x, 0).to(tl.int32))
+    # of entries that are not numbers the maximum may be any lane, also one behind the vocabulary
+    tl.store(ids + row * parts + part, tl.minimum(part * SIZE + tl.argmax(x, 0).to(tl.int32), vocabulary - 1))
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def _accept_greedy_kernel(
     i, part = tl.arange(0, WP), tl.arange(0, PARTS)
     at = (batch * W + i)[:, None] * parts + part[None, :]
     x = tl.load(values + at, mask=(i < W)[:, None] & (part < parts)[None, :], other=float("-inf"))
-    best = tl.argmax(x, 1)
+    best = tl.minimum(tl.argmax(x, 1), parts - 1)  # as above
     choice = tl.load(ids + (batch * W + i) * parts + best, mask=i < W, other=-1)
     drafted = tl.load(draft + batch * draft_step + i, mask=i < W - 1, other=-2).to(tl.int32)
     count = _leading((choice == drafted) & (i < W - 1), tl.load(limit + batch), i)
@@ -289,13 +290,13 @@ def accept_greedy(logits: Tensor, draft: Tensor, limit: Tensor) -> Verdict:
     values = torch.empty((batch, count, parts), dtype=torch.float32, device=logits.device)
     ids = torch.empty((batch, count, parts), dtype=torch.int32, device=logits.device)
     if batch:
-        draft, early = _rows(draft), _early(logits)
+        draft, later = _rows(draft), early(overlaps(logits))
         _argmax_part_kernel[(parts, batch * count)](
-            logits.contiguous(), values, ids, vocabulary, parts, SIZE=size, num_warps=8, **early
+            logits.contiguous(), values, ids, vocabulary, parts, SIZE=size, num_warps=8, **later
         )
         _accept_greedy_kernel[(batch,)](
             values, ids, draft, limit.contiguous(), verdict.accepted, verdict.next_token, parts, draft.stride(0),
-            W=count, WP=power_of_2(count), PARTS=power_of_2(parts), num_warps=4, **early,
+            W=count, WP=power_of_2(count), PARTS=power_of_2(parts), num_warps=4, **later,
         )  # fmt: skip
     return verdict
 
@@ -374,22 +375,16 @@ def _launch_judge(
     draft, u_accept, u_draw = _rows(draft), _rows(u_accept), _rows(u_draw)
     owners, shares = (draft, u_accept) if candidates is None or q is None else (_rows(candidates), _rows(q))
     kinds = 0 if candidates is None else candidates.shape[-1]
-    early = _early(logits)
+    later = early(overlaps(logits))
     _weights_part_kernel[(parts, batch * count)](
-        logits, sums, peaks, totals, vocabulary, parts, float(temperature), BLOCK=BLOCK, BLOCKS=each, num_warps=4, **early
+        logits, sums, peaks, totals, vocabulary, parts, float(temperature), BLOCK=BLOCK, BLOCKS=each, num_warps=4, **later
     )
     _judge_kernel[(batch,)](
         logits, sums, peaks, totals, draft, limit.contiguous(), owners, shares, u_accept, u_draw, verdict.accepted,
         verdict.next_token, vocabulary, parts, float(temperature), draft.stride(0), owners.stride(0), shares.stride(0),
         u_accept.stride(0), u_draw.stride(0), W=count, WP=power_of_2(count), K=kinds, KP=power_of_2(max(kinds, 1)),
-        PARTS=power_of_2(parts), BLOCK=BLOCK, BLOCKS=each, BLOCKS_PAD=power_of_2(parts * each), num_warps=8, **early,
+        PARTS=power_of_2(parts), BLOCK=BLOCK, BLOCKS=each, BLOCKS_PAD=power_of_2(parts * each), num_warps=8, **later,
     )  # fmt: skip
-
-
-def _early(logits: Tensor) -> dict[str, bool]:
-    """How these kernels are launched: they wait for the launch in front before they read anything."""
-    overlap = overlaps(logits)
-    return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import norms
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, narrow, overlaps, power_of_2
+from dspine.kernels_triton._launch import FLOATS, early, narrow, overlaps, power_of_2
 
 LARGEST_ROW = 16384
 
@@ -49,10 +49,9 @@ def launch(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tenso
     """Launch into `total` (not written where y is None) and `normed`, [N, H]; all contiguous, none checked. The weight is
     read before the launch in front has ended."""
     rows, columns = x.shape
-    overlap = overlaps(x)
     _add_rms_norm_kernel[(rows,)](
         x, x if y is None else y, weight, total, normed, columns, eps, BH=power_of_2(columns), ADDS=y is not None,
-        OVERLAP=overlap, num_warps=8, **({"launch_pdl": True} if overlap else {}),
+        num_warps=8, **early(overlaps(x)),
     )  # fmt: skip
 
 

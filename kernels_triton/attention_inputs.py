@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dspine.common import attention
 from dspine.common.norms import RMSNorm
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, contiguous, narrow, overlaps, power_of_2, programs_of
+from dspine.kernels_triton._launch import FLOATS, contiguous, early, narrow, overlaps, power_of_2, programs_of
 
 TOKENS = 1  # of one program
 LARGEST_HEAD = 256
@@ -98,16 +98,15 @@ def launch(
     weight: Tensor | None, eps: float, layers: int = 1, layer_stride: int = 0,
 ) -> None:  # fmt: skip
     """Launch into `query`, `keys` and `values`; all contiguous (rows of `projected` may stand apart), none checked. `lengths`,
-    `live`, the tables and the weight are read before the launch in front has ended: it must not write them. layers:
-    `projected`, `keys`, `values` and the weight are the first's, see the kernel."""
+    `live`, the tables and the weight are read before the launch in front has ended (`_launch.early`: who may write them).
+    layers: `projected`, `keys`, `values` and the weight are the first's, see the kernel."""
     batch, count, _, size = projected.shape
-    heads, key_heads, tokens, overlap = query.shape[2], keys.shape[1], programs_of(count, TOKENS), overlaps(projected)
+    heads, key_heads, tokens = query.shape[2], keys.shape[1], programs_of(count, TOKENS)
     _attention_inputs_kernel[(heads + 2 * key_heads, triton.cdiv(count, tokens), batch * layers)](
         projected, cos, sin, lengths, live, keys, values, projected if weight is None else weight, query, count,
         projected.stride(1), keys.shape[2], cos.shape[0], eps, layer_stride, batch, HQ=heads, HK=key_heads, D=size,
-        D_PAD=power_of_2(size, 16),
-        R=cos.shape[1], BT=tokens, HAS_NORM=weight is not None, LAYERS=layers, OVERLAP=overlap, num_warps=1,
-        **({"launch_pdl": True} if overlap else {}),
+        D_PAD=power_of_2(size, 16), R=cos.shape[1], BT=tokens, HAS_NORM=weight is not None, LAYERS=layers, num_warps=1,
+        **early(overlaps(projected)),
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from dspine.kernels_triton._choices import choice
 from dspine.kernels_triton._launch import (
     FLOATS,
     contiguous,
+    early,
     fetch,
     multiply,
     multiply_terms,
@@ -173,33 +174,23 @@ def launch(
     scale: float, causal: bool, window: int | None,
 ) -> None:  # fmt: skip
     """Launch into `out`; scratch as `scratch_of` makes it. All contiguous, none checked. `lengths` may be read before the
-    launch in front has ended: it must not write them."""
+    launch in front has ended (`_launch.early`: who may write them)."""
     batch, count, heads, size = query.shape
     key_heads, capacity = keys.shape[1], keys.shape[2]
     group, chunk, chosen = heads // key_heads, chunk_of(capacity, size), choose(size)
     parts = triton.cdiv(capacity, chunk)
     shape = {"HK": key_heads, "G": group, "D": size, "D_PAD": power_of_2(size, 16), "W": count, "CHUNK": chunk}
     overlap = overlaps(query)
-    shape |= {"WINDOW": window or 0, "OVERLAP": overlap, "AHEAD": overlap and variant("attention_ahead", True)}
+    shape |= {"WINDOW": window or 0, "AHEAD": overlap and variant("attention_ahead", True), **early(overlap)}
     rows = min(ROWS, power_of_2(MAX_TOKENS * group, 16))
     mixed, top, total = scratch
-    early = {"launch_pdl": True} if overlap else {}  # each launch may start before the one in front has ended
     _chunk_kernel[(parts, batch * key_heads, triton.cdiv(count * group, rows))](
         query, keys, values, lengths, mixed, top, total, scale, capacity, BR=rows, BT=chosen.tile, CAUSAL=causal,
         LINES=max(1, shape["D_PAD"] * query.element_size() // 128), num_warps=chosen.num_warps, num_stages=chosen.stages,
-        **shape, **early,
+        **shape,
     )  # fmt: skip
     _join_kernel[(count * group, batch * key_heads)](
-        mixed,
-        top,
-        total,
-        lengths,
-        out,
-        parts,
-        PARTS=power_of_2(parts, 16),
-        num_warps=4,
-        **shape,
-        **early,
+        mixed, top, total, lengths, out, parts, PARTS=power_of_2(parts, 16), num_warps=4, **shape
     )
 
 

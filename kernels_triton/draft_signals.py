@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dspine.common.errors import DSpineError
 from dspine.common.signals import DraftCandidates, DraftSignals
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, expect_dtype, overlaps, power_of_2, programs_of
+from dspine.kernels_triton._launch import FLOATS, early, expect_dtype, overlaps, power_of_2, programs_of
 
 SLICE, MOST = 4096, 64  # entries of the vocabulary a program reads; largest K
 GROUP, MOST_GROUPS = 128, 8192  # entries of a group; groups of a row, at most
@@ -147,12 +147,11 @@ def draft_signals(logits: Tensor, k: int) -> DraftSignals:
     confidence, entropy = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     finite = torch.empty(rows, dtype=torch.bool, device=device)
     if rows:
-        flat, overlap = logits.reshape(rows, vocabulary).contiguous(), overlaps(logits)
-        early = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
-        _signals_part_kernel[(parts, rows)](flat, tops, sums, vocabulary, parts, SIZE=size, GROUP=each, num_warps=4, **early)
+        flat, later = logits.reshape(rows, vocabulary).contiguous(), early(overlaps(logits))
+        _signals_part_kernel[(parts, rows)](flat, tops, sums, vocabulary, parts, SIZE=size, GROUP=each, num_warps=4, **later)
         _signals_join_kernel[(rows,)](
             flat, tops, sums, values, ids, confidence, entropy, finite, vocabulary, parts, groups, K=k, KP=padded,
-            PARTS=power_of_2(parts), GROUPS=power_of_2(groups), GROUP=each, num_warps=4, **early,
+            PARTS=power_of_2(parts), GROUPS=power_of_2(groups), GROUP=each, num_warps=4, **later,
         )  # fmt: skip
     each_row = (confidence.view(shape), entropy.view(shape), finite.view(shape))
     return DraftSignals(values.view(*shape, k), ids.view(*shape, k), *each_row)

@@ -3,7 +3,7 @@
 A program takes rows of gate and of up in turn, so that one product makes both; sums and roundings are those of `linear_rows`
 and `silu_mul`, and so are the launch parameters (of the whole matrix). A row's bits do not depend on the rows beside it.
 A product with a large matrix follows. Its programs would take the place of those that still read here, so it may begin once a
-program has its products, not before (`late_next=0` in `DSPINE_KERNELS_TRY`: at once); in all other kernels the next launch may.
+program has its products, not before (`late_next=0` in `DSPINE_KERNELS_TRY`: at once, as behind `linear_rows`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import gating
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import contiguous, fetch, narrow, overlaps, power_of_2, sigmoid, variant
+from dspine.kernels_triton._launch import contiguous, early, fetch, narrow, overlaps, power_of_2, sigmoid, variant
 from dspine.kernels_triton.linear_rows import ROWS, choose, row_products, supports
 
 
@@ -55,13 +55,13 @@ def gated_rows(x: Tensor, weight: Tensor) -> Tensor:
     contiguous("gated_rows", weight=weight)
     (rows, size), inner = x.shape, weight.shape[0] // 2
     out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
-    chosen, overlap = choose(2 * inner, size, x.dtype), overlaps(x)
+    chosen = choose(2 * inner, size, x.dtype)
     step, columns = min(chosen.step, power_of_2(size, 16)), max(chosen.columns // 2, 16)
     _gated_rows_kernel[(triton.cdiv(inner, columns), triton.cdiv(rows, ROWS))](
         x.contiguous(), weight, out, rows, inner, size, BI=columns, BK=step, SIZE_PAD=triton.cdiv(size, step) * step,
-        EVEN=size % step == 0, FETCH=power_of_2(min(chosen.fetch, size), 64) if chosen.fetch else 0, OVERLAP=overlap,
+        EVEN=size % step == 0, FETCH=power_of_2(min(chosen.fetch, size), 64) if chosen.fetch else 0,
         LATE=variant("late_next", True), num_warps=chosen.num_warps, num_stages=chosen.stages,
-        **({"launch_pdl": True} if overlap else {}),
+        **early(overlaps(x)),
     )  # fmt: skip
     return out
 

@@ -16,7 +16,7 @@ from dspine.common import gdn
 from dspine.common.errors import DSpineError
 from dspine.common.gdn import GdnInputWeights, GdnLayout, GdnTokens
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, narrow, power_of_2, programs_of, sigmoid
+from dspine.kernels_triton._launch import FLOATS, contiguous, early, expect_dtype, narrow, power_of_2, programs_of, sigmoid
 
 TOKENS = 4  # of one program
 
@@ -129,7 +129,7 @@ def launch(
         WIDTH=weights.conv.shape[1], HAS_BIAS=bias is not None, BT=tokens_each,
         BD=power_of_2(max(layout.key_dim, layout.value_dim)),
         BH=power_of_2(layout.value_heads), EPS=gdn.NORM_EPS, SCALE=layout.key_dim**-0.5, KEEPS=kept is not None,
-        OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
+        num_warps=4, **early(overlap),
     )  # fmt: skip
 
 

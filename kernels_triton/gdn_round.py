@@ -20,6 +20,7 @@ from dspine.kernels_triton import _launch, gdn_inputs, gdn_verify
 from dspine.kernels_triton._launch import (
     FLOATS,
     contiguous,
+    early,
     expect_dtype,
     narrow,
     overlaps,
@@ -57,8 +58,8 @@ def gated_norm(mixed: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Ten
     pairs = mixed.shape[0] * mixed.shape[1] * heads
     each = programs_of(pairs, HEADS)
     _gated_norm_kernel[(triton.cdiv(pairs, each),)](
-        mixed, gate, weight, out, pairs, heads, gate.stride(1), eps, DV=size, BN=each, BD=power_of_2(size), OVERLAP=overlap,
-        num_warps=4, **({"launch_pdl": True} if overlap else {}),
+        mixed, gate, weight, out, pairs, heads, gate.stride(1), eps, DV=size, BN=each, BD=power_of_2(size), num_warps=4,
+        **early(overlap),
     )  # fmt: skip
 
 

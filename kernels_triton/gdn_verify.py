@@ -23,6 +23,7 @@ from dspine.kernels_triton._launch import (
     INTERPRETED,
     arrive,
     contiguous,
+    early,
     multiply,
     multiply_small,
     multiply_thirds,
@@ -232,8 +233,8 @@ def launch(
         count if kept_rows is None else kept_rows,
         HK=key_heads, HV=value_heads, DK=key_dim, DV=value_dim, DK_PAD=power_of_2(key_dim, 16),
         W=count, PAST=0 if pending is None else pending.z.shape[1], BV=block_v, BLOCK=chosen.block,
-        SPLIT=q.dtype != torch.float32, HAS_LENGTHS=lengths is not None, OVERLAP=overlap,
-        num_warps=chosen.num_warps, **({"launch_pdl": True} if overlap else {}),
+        SPLIT=q.dtype != torch.float32, HAS_LENGTHS=lengths is not None,
+        num_warps=chosen.num_warps, **early(overlap),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from dspine.kernels_triton import _launch
 from dspine.kernels_triton._launch import (
     FLOATS,
     contiguous,
+    early,
     expect_dtype,
     expect_shape,
     fetch,
@@ -31,13 +32,10 @@ ROWS, COLUMNS, WARPS = 16, 16, 2  # warps: each has 8 columns of its own; more w
 
 
 @triton.jit
-def fetch_three(one, two, three, column, size, rank, FETCH: tl.constexpr):
-    """Ask the cache for rows `column` of three matrices [size, rank]; FETCH: the power of two above rank, at least 64."""
-    line = tl.minimum(tl.arange(0, FETCH // 64) * 64, rank - 1)
-    at = tl.minimum(column, size - 1).to(tl.int64)[:, None] * rank + line[None, :]
-    fetch(one + at)
-    fetch(two + at)
-    fetch(three + at)
+def fetch_part(matrix, column, begin, size, rank, FETCH: tl.constexpr):
+    """Ask the cache for inputs [begin, begin + FETCH) of rows `column` of [size, rank]."""
+    line = tl.minimum(begin + tl.arange(0, FETCH // 64) * 64, rank - 1)
+    fetch(matrix + tl.minimum(column, size - 1).to(tl.int64)[:, None] * rank + line[None, :])
 
 
 @triton.jit
@@ -63,7 +61,9 @@ def _injection_gate_kernel(
     if OVERLAP:
         gdc_launch_dependents()
         if tl.program_id(1) == 0:
-            fetch_three(of_receiver, of_predecessor, message, column, size, rank, FETCH)
+            fetch_part(of_receiver, column, 0, size, rank, FETCH)
+            fetch_part(of_predecessor, column, 0, size, rank, FETCH)
+            fetch_part(message, column, 0, size, rank, FETCH)
         gdc_wait()
     receivers = of_receiver + column.to(tl.int64) * rank
     others, of_pair = pair_of(of_predecessor, message, tl.program_id(0) * BA, BA, rank)
@@ -100,19 +100,15 @@ def _shared(receiver: Tensor, predecessor: Tensor) -> bool:
     return ranks and receiver.shape[-2] == 1 and receiver.shape[:-2] == predecessor.shape[:-2]
 
 
-def launch(
-    receiver: Tensor, predecessor: Tensor, weights: InjectionWeights, out: Tensor, repeat: int = 1, overlap: bool = False
-) -> None:
-    """receiver [N / repeat, r], predecessor [N, r] -> out [N, a]; all contiguous, none checked. `overlap`: weights may be asked
-    for before the launch in front has ended."""
+def launch(receiver: Tensor, predecessor: Tensor, weights: InjectionWeights, out: Tensor, repeat: int) -> None:
+    """receiver [N / repeat, r], predecessor [N, r] -> out [N, a]; all contiguous, none checked."""
     rows, rank = predecessor.shape
     size = weights.message.shape[0]
     step, stages = (128, 5) if predecessor.dtype == torch.bfloat16 else (64, 2)
     _injection_gate_kernel[(triton.cdiv(size, COLUMNS), triton.cdiv(rows, ROWS))](
         receiver, predecessor, weights.receiver_gate, weights.predecessor_gate, weights.message, weights.bias, out,
         rows, size, rank, REPEAT=repeat, BN=ROWS, BA=COLUMNS, RANK_PAD=triton.cdiv(rank, step) * step, BR=step,
-        FETCH=power_of_2(rank, 64), OVERLAP=overlap, num_warps=WARPS, num_stages=stages,
-        **({"launch_pdl": True} if overlap else {}),
+        FETCH=power_of_2(rank, 64), num_warps=WARPS, num_stages=stages, **early(overlaps(predecessor)),
     )  # fmt: skip
 
 
@@ -143,7 +139,7 @@ def injection_gate(receiver: Tensor, predecessor: Tensor, weights: InjectionWeig
     out = torch.empty((*predecessor.shape[:-1], size), dtype=receiver.dtype, device=receiver.device)
     if rows:
         flat = (receiver.reshape(-1, rank).contiguous(), predecessor.reshape(rows, rank).contiguous())
-        launch(*flat, weights, out.view(rows, size), repeat, overlaps(receiver))
+        launch(*flat, weights, out.view(rows, size), repeat)
     return out
 
 

@@ -26,8 +26,8 @@ from dspine.kernels_triton._launch import (
     arrive,
     arrived,
     counters,
+    early,
     expect_dtype,
-    fetch,
     multiply,
     narrow,
     overlaps,
@@ -35,7 +35,7 @@ from dspine.kernels_triton._launch import (
     programs_of,
     sigmoid,
 )
-from dspine.kernels_triton.injection_gate import check_weights, pair_of
+from dspine.kernels_triton.injection_gate import check_weights, fetch_part, pair_of
 
 ROWS = 16
 LEAST_PART = 128  # inputs of a column that a program takes at least
@@ -57,13 +57,6 @@ class Launch:
 def choose(rank: int, dtype: torch.dtype) -> Launch:
     """Launch parameters for readouts of this rank; `injection_messages=…` in DSPINE_KERNELS_TRY replaces those of bfloat16."""
     return choice("injection_messages", Launch()) if dtype == torch.bfloat16 else Launch(16, 64, 4, 2, 4)
-
-
-@triton.jit
-def fetch_part(matrix, column, begin, size, rank, FETCH: tl.constexpr):
-    """Ask the cache for inputs [begin, begin + FETCH) of rows `column` of [size, rank]."""
-    line = tl.minimum(begin + tl.arange(0, FETCH // 64) * 64, rank - 1)
-    fetch(matrix + tl.minimum(column, size - 1).to(tl.int64)[:, None] * rank + line[None, :])
 
 
 @triton.jit
@@ -186,7 +179,7 @@ def supports(raw: Tensor, anchor_code: Tensor, weights: InjectionWeights, heard:
 def launch(raw: Tensor, anchor_code: Tensor, weights: InjectionWeights, out: Tensor, heard: Tensor | None) -> None:
     """raw [B, R, r], anchor_code [B, r] -> out [B, R, a] and, unless it is None, heard float32 [B, R, a]; all contiguous, none
     checked. The weights may be read before the launch in front has ended."""
-    (batch, rows, rank), size, overlap = raw.shape, weights.message.shape[0], overlaps(raw)
+    (batch, rows, rank), size = raw.shape, weights.message.shape[0]
     chosen = choose(rank, raw.dtype)
     total, split = batch * rows, max(1, min(chosen.split, rank // LEAST_PART))
     step = min(chosen.step, power_of_2(triton.cdiv(rank, 2 * split), 16))  # a single step would not be pipelined
@@ -200,8 +193,8 @@ def launch(raw: Tensor, anchor_code: Tensor, weights: InjectionWeights, out: Ten
     _injection_messages_kernel[(blocks, row_blocks, split)](
         raw, anchor_code, weights.receiver_gate, weights.predecessor_gate, weights.message, weights.bias, out,
         out if heard is None else heard, sums, counter, total, size, rank, rank**0.5, R=rows, BN=ROWS, BA=columns, BR=step,
-        PART=part, PART_PAD=power_of_2(part, 64), SPLIT=split, HEARD=heard is not None, OVERLAP=overlap, LATE=bool(chosen.late),
-        num_warps=chosen.num_warps, num_stages=chosen.stages, **({"launch_pdl": True} if overlap else {}),
+        PART=part, PART_PAD=power_of_2(part, 64), SPLIT=split, HEARD=heard is not None, LATE=bool(chosen.late),
+        num_warps=chosen.num_warps, num_stages=chosen.stages, **early(overlaps(raw)),
     )  # fmt: skip
 
 

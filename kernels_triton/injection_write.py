@@ -22,6 +22,7 @@ from dspine.kernels_triton._choices import choice
 from dspine.kernels_triton._launch import (
     FLOATS,
     contiguous,
+    early,
     expect_dtype,
     expect_shape,
     fetch,
@@ -99,16 +100,15 @@ def _write_kernel(
         tl.store(normed + first + lane, narrow(w * (h * scale), normed.dtype.element_ty), mask=inside)
 
 
-def product(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
-    """x [N, a] @ weight [H, a]^T -> out float32 [N, H]; all contiguous, none checked. `overlap`: this launch may start before
-    the one in front has ended, and the next one, which must wait inside, before this one has."""
+def product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """x [N, a] @ weight [H, a]^T -> out float32 [N, H]; all contiguous, none checked."""
     rows, size = x.shape
     columns, chosen = weight.shape[0], choose(x.dtype)
     step = min(chosen.step, power_of_2(triton.cdiv(size, 2), 16))  # a single step would not be pipelined
     _product_kernel[(triton.cdiv(columns, chosen.columns), triton.cdiv(rows, ROWS))](
         x, weight, out, rows, columns, size, BN=ROWS, BH=chosen.columns, SIZE_PAD=triton.cdiv(size, step) * step, BA=step,
-        FETCH=power_of_2(min(size, MOST_FETCHED), 64), OVERLAP=overlap, num_warps=chosen.num_warps, num_stages=chosen.stages,
-        **({"launch_pdl": True} if overlap else {}),
+        FETCH=power_of_2(min(size, MOST_FETCHED), 64), num_warps=chosen.num_warps, num_stages=chosen.stages,
+        **early(overlaps(x)),
     )  # fmt: skip
 
 
@@ -138,12 +138,11 @@ def injection_write(hidden: Tensor, gated: Tensor, write: Tensor, norm: Any | No
     out, normed = torch.empty_like(u), torch.empty_like(u)
     if rows:
         message = torch.empty((rows, columns), dtype=torch.float32, device=u.device)
-        overlap = overlaps(u)
-        product(gated.reshape(rows, -1).contiguous(), write, message, overlap)
+        product(gated.reshape(rows, -1).contiguous(), write, message)
         weight, eps = (u, 0.0) if norm is None else (norm.weight.detach().contiguous(), norm.eps)
         _write_kernel[(rows,)](
-            u, message, weight, out, normed, columns, eps, BH=power_of_2(columns), HAS_NORM=norm is not None, OVERLAP=overlap,
-            num_warps=choose(u.dtype).row_warps, **({"launch_pdl": True} if overlap else {}),
+            u, message, weight, out, normed, columns, eps, BH=power_of_2(columns), HAS_NORM=norm is not None,
+            num_warps=choose(u.dtype).row_warps, **early(overlaps(u)),
         )  # fmt: skip
     out = out.view(hidden.shape)
     return out if norm is None else (out, normed.view(hidden.shape))

@@ -27,6 +27,7 @@ from dspine.kernels_triton._launch import (
     arrived,
     contiguous,
     counters,
+    early,
     fetch,
     multiply,
     narrow,
@@ -158,7 +159,6 @@ def launch(x: Tensor, weight: Tensor, out: Tensor, parameters: Launch | None = N
     step = min(chosen.step, power_of_2(size, 16))
     part = triton.cdiv(size, step * chosen.split) * step
     grid = (triton.cdiv(columns, chosen.columns), triton.cdiv(rows, ROWS), chosen.split)
-    overlap = overlaps(x)
     sums, counter = out, out
     if chosen.split > 1:
         sums = torch.empty((chosen.split, rows, columns), dtype=torch.float32, device=x.device)
@@ -166,8 +166,7 @@ def launch(x: Tensor, weight: Tensor, out: Tensor, parameters: Launch | None = N
     _linear_rows_kernel[grid](
         x, weight, out, sums, counter, rows, columns, size, out.stride(0), BO=chosen.columns, BK=step, PART=part,
         EVEN=size % (step * chosen.split) == 0, FETCH=power_of_2(min(chosen.fetch, part), 64) if chosen.fetch else 0,
-        SPLIT=chosen.split, OVERLAP=overlap, num_warps=chosen.num_warps, num_stages=chosen.stages,
-        **({"launch_pdl": True} if overlap else {}),
+        SPLIT=chosen.split, num_warps=chosen.num_warps, num_stages=chosen.stages, **early(overlaps(x)),
     )  # fmt: skip
 
 

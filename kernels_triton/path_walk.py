@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import expect_dtype, expect_shape, overlaps, power_of_2
+from dspine.kernels_triton._launch import early, expect_dtype, expect_shape, overlaps, power_of_2
 
 
 @triton.jit
@@ -96,6 +96,7 @@ def _walk_kernel(
     else:
         picks, before = _follow(choice, M, MP, KP)
     row = tl.arange(0, MP)
+    picks = tl.minimum(picks, K - 1)  # of scores that are not numbers the maximum may be any lane
     found = tl.load(candidates + (batch * M + row) * K + picks, mask=row < M, other=0)
     tl.store(tokens + batch * M + row, found, mask=row < M)
     if SAMPLED:
@@ -125,11 +126,11 @@ def _walk(where: str, scores: Tensor, candidates: Tensor, uniforms: Tensor | Non
     q = torch.empty(candidates.shape if uniforms is not None else (0,), dtype=torch.float32, device=scores.device)
     batch = math.prod(shape[:-1])
     if batch and count:
-        flat, overlap = scores.contiguous(), overlaps(scores)
+        flat = scores.contiguous()
         _walk_kernel[(batch,)](
             flat, candidates.contiguous(), flat if uniforms is None else uniforms.contiguous(), tokens, q, temperature,
             M=count, K=size, MP=power_of_2(count), KP=power_of_2(size), SAMPLED=uniforms is not None,
-            OVERLAP=overlap, num_warps=2 if size <= 16 else 4, **({"launch_pdl": True} if overlap else {}),
+            num_warps=2 if size <= 16 else 4, **early(overlaps(scores)),
         )  # fmt: skip
     return tokens, q
 

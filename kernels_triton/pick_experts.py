@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import experts
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, narrow, overlaps, power_of_2
+from dspine.kernels_triton._launch import FLOATS, early, narrow, overlaps, power_of_2
 
 MOST_EXPERTS, MOST_PICKS = 4096, 64
 
@@ -59,11 +59,9 @@ def supports(logits: Tensor, k: int, normalised: bool) -> bool:
 def launch(logits: Tensor, picks: Tensor, weights: Tensor, normalised: bool) -> None:
     """Launch into picks int64 [N, k] and weights float32 [N, k]; rows of the logits may lie apart, nothing is checked."""
     (rows, count), k = logits.shape, picks.shape[1]
-    overlap = overlaps(logits)
     _pick_experts_kernel[(rows,)](
         logits, picks, weights, logits.stride(0), E=count, K=k, E_PAD=power_of_2(count, 32), K_PAD=power_of_2(k),
-        NORMALISED=normalised, OVERLAP=overlap, num_warps=max(1, power_of_2(count) // 256),
-        **({"launch_pdl": True} if overlap else {}),
+        NORMALISED=normalised, num_warps=max(1, power_of_2(count) // 256), **early(overlaps(logits)),
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from dspine.kernels_triton import _launch
 from dspine.kernels_triton._launch import (
     FLOATS,
     contiguous,
+    early,
     fetch,
     multiply,
     multiply_terms,
@@ -252,7 +253,7 @@ def launch(
     (tokens, k), (size, inner) = picks.shape, down.shape[1:]
     first, second = parameters or (whole(INNER, inner, size), whole(OUTER, size, inner))
     overlap = overlaps(x)
-    later: dict[str, Any] = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+    later = early(overlap)
     k_pad, has_shared = power_of_2(k), shared is not None
     width = shared.down.shape[1] if shared is not None else 0
     entry, amount, shared_down = (shared.gate_up, shared.amount, shared.down) if shared is not None else (x, x, down)

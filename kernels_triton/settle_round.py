@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 from dspine.common import settling
 from dspine.common.settling import Counters, Settled
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import contiguous, overlaps, power_of_2
+from dspine.kernels_triton._launch import contiguous, early, overlaps, power_of_2
 
 LONGEST, MOST_STOPS = 64, 256
 _HEAD = tl.constexpr(settling.REPORT_HEAD)
@@ -23,7 +23,7 @@ def _settle_round_kernel(
     ROWS: tl.constexpr, PAD: tl.constexpr, STOPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # the next launch begins when this one has ended: it may read the counters at once
+        gdc_wait()  # and no gdc_launch_dependents: what follows may read lengths and m before its own wait (`_launch.early`)
     batch = tl.program_id(0)
     i, j = tl.arange(0, PAD), tl.arange(0, STOPS)
     count = tl.load(accepted + batch).to(tl.int32)
@@ -86,12 +86,10 @@ def settle_round(
     m, before = torch.empty_like(counters.lengths), torch.empty_like(counters.lengths)
     batch, rows = block.shape
     if batch:
-        overlap = overlaps(block)
         _settle_round_kernel[(batch,)](
             accepted.contiguous(), next_token.contiguous(), block, finite.contiguous(), counters.lengths, counters.anchor,
             counters.remaining, counters.generated, stops.contiguous(), report, m, before, w, stops.shape[0],
-            ROWS=rows, PAD=power_of_2(rows), STOPS=power_of_2(stops.shape[0]), num_warps=1, OVERLAP=overlap,
-            **({"launch_pdl": True} if overlap else {}),
+            ROWS=rows, PAD=power_of_2(rows), STOPS=power_of_2(stops.shape[0]), num_warps=1, **early(overlaps(block)),
         )  # fmt: skip
     return Settled(m, before, counters, report)
 

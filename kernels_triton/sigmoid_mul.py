@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import gating
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, narrow, overlaps, sigmoid
+from dspine.kernels_triton._launch import FLOATS, early, narrow, overlaps, sigmoid
 
 COLUMNS = 1024  # of one program
 
@@ -36,10 +36,8 @@ def supports(x: Tensor, gate: Tensor) -> bool:
 def launch(x: Tensor, gate: Tensor, out: Tensor) -> None:
     """x and out [N, I] contiguous, gate [N, I] of rows that may lie apart; none checked."""
     rows, size = x.shape
-    overlap = overlaps(x)
     _sigmoid_mul_kernel[(triton.cdiv(size, COLUMNS), rows)](
-        x, gate, out, size, gate.stride(0), BLOCK=COLUMNS, OVERLAP=overlap, num_warps=4,
-        **({"launch_pdl": True} if overlap else {}),
+        x, gate, out, size, gate.stride(0), BLOCK=COLUMNS, num_warps=4, **early(overlaps(x)),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dspine.common import gating
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, narrow, overlaps, power_of_2, sigmoid
+from dspine.kernels_triton._launch import FLOATS, early, narrow, overlaps, power_of_2, sigmoid
 
 COLUMNS = 1024  # of one program
 
@@ -39,10 +39,9 @@ def supports(gate_up: Tensor) -> bool:
 def launch(gate_up: Tensor, out: Tensor) -> None:
     """gate_up [N, 2I] -> out [N, I]; both contiguous, none checked."""
     rows, size = out.shape
-    overlap, block = overlaps(gate_up), min(COLUMNS, power_of_2(size, 128))
-    _silu_mul_kernel[(triton.cdiv(size, block), rows)](
-        gate_up, out, size, BLOCK=block, OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {})
-    )
+    block = min(COLUMNS, power_of_2(size, 128))
+    grid = (triton.cdiv(size, block), rows)
+    _silu_mul_kernel[grid](gate_up, out, size, BLOCK=block, num_warps=4, **early(overlaps(gate_up)))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

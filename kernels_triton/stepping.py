@@ -1,5 +1,5 @@
 """The small steps of a round, one launch each: rows of tables, uniforms, limits, the block and its lengths. Those that do not
-begin a graph start under the launch in front."""
+begin a graph start under the launch in front, but for `round_limits`: what it writes is read early (`_launch.early`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dspine.common import stepping
 from dspine.common.selection import lengths as core_lengths
 from dspine.common.selection.lengths import RoundLengths
 from dspine.kernels_triton import _launch
-from dspine.kernels_triton._launch import FLOATS, contiguous, expect_dtype, narrow, overlaps, power_of_2
+from dspine.kernels_triton._launch import FLOATS, contiguous, early, expect_dtype, narrow, overlaps, power_of_2
 
 PIECE = 2048  # columns of a row that a program copies
 LONGEST, MOST = 64, 1024  # tokens of a block; sequences
@@ -38,11 +38,14 @@ def _table_rows_kernel(
 
 
 @triton.jit
-def _enter_block_kernel(table, anchor, fill, codes, block, code, width, rank, scale, code_scale, rows, PIECE: tl.constexpr):
+def _enter_block_kernel(
+    table, anchor, fill, codes, block, code, width, rank, height, scale, code_scale, rows, PIECE: tl.constexpr
+):  # fmt: skip
     """Rows 0..rows-1 of a block, and its code as row `rows`."""
     batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
     token = tl.load(anchor + batch).to(tl.int64)
+    token = tl.minimum(tl.maximum(token, 0), height - 1)  # an id outside is the caller's fault, and reads the nearest row
     if row == rows:
         x = tl.load(codes + token * rank + lane, mask=lane < rank, other=0.0).to(tl.float32) * code_scale
         tl.store(code + batch * rank + lane, narrow(x, code.dtype.element_ty), mask=lane < rank)
@@ -117,12 +120,6 @@ def _bound_lengths_kernel(
     tl.store(kept + batch * step + i, tl.load(survival + batch * drafts + i, mask=i < drafts, other=0.0), mask=i < drafts)
 
 
-def _early(like: Tensor, behind: bool = True) -> dict[str, bool]:
-    """How a launch that stands `behind` another one is made; the first of a graph has nothing to start under."""
-    overlap = behind and overlaps(like)
-    return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
-
-
 def supports_rows(table: Tensor, ids: Tensor) -> bool:
     """bfloat16 and float32 tables."""
     return table.dtype in FLOATS and table.dim() == 2 and table.is_contiguous()
@@ -142,7 +139,7 @@ def table_rows(table: Tensor, ids: Tensor) -> Tensor:
     if count:
         piece = min(PIECE, power_of_2(width))
         _table_rows_kernel[(count, triton.cdiv(width, piece))](
-            table, ids, out, width, table.shape[0], each, step, PIECE=piece, num_warps=4, **_early(table)
+            table, ids, out, width, table.shape[0], each, step, PIECE=piece, num_warps=4, **early(overlaps(table))
         )
     return out
 
@@ -163,14 +160,14 @@ def enter_block(
     expect_dtype("enter_block", "anchor", anchor, *INTS)
     contiguous("enter_block", table=table, fill=fill, **({} if codes is None else {"codes": codes}))
     (batch,), width = anchor.shape, table.shape[1]
-    rank = 0 if codes is None else codes.shape[1]
+    rank, height = (0, table.shape[0]) if codes is None else (codes.shape[1], min(table.shape[0], codes.shape[0]))
     block = torch.empty((batch, rows, width), dtype=table.dtype, device=table.device)
     code = None if codes is None else torch.empty((batch, rank), dtype=codes.dtype, device=table.device)
     if batch:
         piece = min(PIECE, power_of_2(max(width, rank)))
         _enter_block_kernel[(batch, rows + (codes is not None), triton.cdiv(max(width, rank), piece))](
             table, anchor.contiguous(), fill, fill if codes is None else codes, block, block if code is None else code, width,
-            rank, float(scale), float(rank) ** 0.5, rows, PIECE=piece, num_warps=4,
+            rank, height, float(scale), float(rank) ** 0.5, rows, PIECE=piece, num_warps=4,
         )  # fmt: skip
     return block, code
 
@@ -231,7 +228,8 @@ def place_drafts(tokens: Tensor, finite: Tensor | None, anchor: Tensor, block: T
         tokens, anchor = tokens.contiguous(), anchor.contiguous()
         _place_drafts_kernel[(batch,)](
             tokens if count else anchor, flags if finite is None else finite.contiguous(), anchor, block, flags, count, rows,
-            CHECKED=finite is not None, PAD=power_of_2(max(count, 1)), num_warps=1, **_early(block, finite is not None),
+            CHECKED=finite is not None, PAD=power_of_2(max(count, 1)), num_warps=1,
+            **early(finite is not None and overlaps(block)),  # an anchor alone begins a graph
         )  # fmt: skip
     return block, flags
 
@@ -257,7 +255,7 @@ def bound_lengths(
         given = [x.contiguous() for x in (length, stage_zero, survival, finite, remaining)]
         _bound_lengths_kernel[(batch,)](
             *given, *vars(room).values(), rows, drafts, room.survival.shape[1], CORRECTED=corrected, PAD=power_of_2(drafts),
-            num_warps=1, **_early(survival),
+            num_warps=1, **early(overlaps(survival)),
         )  # fmt: skip
     return room
 

@@ -28,6 +28,7 @@ from dspine.kernels_triton._launch import (
     FLOATS,
     arrive,
     contiguous,
+    early,
     expect_dtype,
     expect_shape,
     fetch,
@@ -40,8 +41,7 @@ from dspine.kernels_triton._launch import (
     thirds,
     variant,
 )
-from dspine.kernels_triton.injection_gate import pair_of
-from dspine.kernels_triton.injection_messages import fetch_part
+from dspine.kernels_triton.injection_gate import fetch_part, pair_of
 from dspine.kernels_triton.injection_write import readable_norm
 
 READOUT = linear_rows.Launch(32, 256, 4, 3, 512, 4)  # few columns: their inputs split over programs
@@ -271,7 +271,7 @@ class Operands:
 def launch_gate(of: Operands, weights: InjectionWeights, gated: Tensor, rms: Tensor) -> None:
     """gated [B M K, a]; with ids also rms float32 [B M]."""
     (batch, count, columns), (size, rank) = of.hidden.shape, weights.message.shape
-    chosen, overlap, table = gate_choice(of.hidden.dtype), overlaps(of.hidden), of.ids is not None
+    chosen, table = gate_choice(of.hidden.dtype), of.ids is not None
     pairs, wide = batch * count * of.k, programs_of(size, chosen.columns)
     step, row_blocks = min(chosen.step, power_of_2(rank, 16)), triton.cdiv(pairs, chosen.pairs)
     blocks = triton.cdiv(size, wide) + (triton.cdiv(batch * count, row_blocks) if table else 0)
@@ -279,9 +279,8 @@ def launch_gate(of: Operands, weights: InjectionWeights, gated: Tensor, rms: Ten
         of.heard, of.anchor_code if table else of.codes, of.codes, of.ids if table else of.codes, weights.predecessor_gate,
         weights.message, weights.bias, of.hidden, gated, rms, pairs, size, rank, columns, of.codes.shape[0],
         of.heard.stride(0), of.hidden.stride(0), rank**0.5, M=count, K=of.k, TABLE=table, BN=chosen.pairs, BA=wide, BR=step,
-        RANK_PAD=triton.cdiv(rank, step) * step, BH=power_of_2(columns), FETCH=power_of_2(rank, 64), OVERLAP=overlap,
-        LATE=bool(chosen.late), num_warps=chosen.num_warps, num_stages=chosen.stages,
-        **({"launch_pdl": True} if overlap else {}),
+        RANK_PAD=triton.cdiv(rank, step) * step, BH=power_of_2(columns), FETCH=power_of_2(rank, 64),
+        LATE=bool(chosen.late), num_warps=chosen.num_warps, num_stages=chosen.stages, **early(overlaps(of.hidden)),
     )  # fmt: skip
 
 
@@ -291,7 +290,7 @@ def launch_part(
     """products float32 [B M, parts, KP, KP], squares [B M, parts, KP]."""
     batch, count, columns = of.hidden.shape
     size, parts, padded = gated.shape[1], products.shape[1], products.shape[2]
-    chosen, overlap, table = part_choice(of.hidden.dtype), overlaps(of.hidden), of.ids is not None
+    chosen, table = part_choice(of.hidden.dtype), of.ids is not None
     each = max(1, chosen.pairs // padded) if variant("transition_pairs", True) else 1
     step = min(chosen.step, power_of_2(size, 16))
     _part_kernel[(parts, triton.cdiv(batch * count, each))](
@@ -299,8 +298,7 @@ def launch_part(
         products, squares, batch * count, columns, size, parts, of.head.shape[0],
         of.hidden.stride(0), M=count, K=of.k, KP=padded, EACH=each,
         TABLE=table, BH=chosen.columns, SIZE_PAD=triton.cdiv(size, step) * step, BA=step, FETCH=power_of_2(size, 64),
-        OVERLAP=overlap, LATE=bool(chosen.late), num_warps=chosen.num_warps, num_stages=chosen.stages,
-        **({"launch_pdl": True} if overlap else {}),
+        LATE=bool(chosen.late), num_warps=chosen.num_warps, num_stages=chosen.stages, **early(overlaps(of.hidden)),
     )  # fmt: skip
 
 
@@ -312,12 +310,11 @@ def score(of: Operands, weights: InjectionWeights, norm: Any, rms: Tensor, score
     parts, padded = triton.cdiv(columns, part_choice(u.dtype).columns), power_of_2(k, 16)
     products = torch.empty((rows, parts, padded, padded), dtype=torch.float32, device=u.device)
     squares = torch.empty((rows, parts, padded), dtype=torch.float32, device=u.device)
-    overlap = overlaps(u)
     launch_gate(of, weights, gated, rms)
     launch_part(of, weights, norm, gated, rms, products, squares)
     _join_kernel[(k, rows)](
-        products, squares, scores, columns, norm.eps, parts, K=k, KP=padded, PARTS=power_of_2(parts), OVERLAP=overlap,
-        num_warps=1, **({"launch_pdl": True} if overlap else {}),
+        products, squares, scores, columns, norm.eps, parts, K=k, KP=padded, PARTS=power_of_2(parts), num_warps=1,
+        **early(overlaps(u)),
     )  # fmt: skip
     return scores
 
@@ -363,11 +360,11 @@ def transition_scores(
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     raw, rms, heard = floats(rows, rank), floats(rows), floats(1, rows, size)
-    z, overlap = torch.empty((rows, rank), dtype=u.dtype, device=device), overlaps(u)
+    z = torch.empty((rows, rank), dtype=u.dtype, device=device)
     linear_rows.launch(u[0], weights.readout, raw, _product_choice(READOUT, u.dtype, rank))
     _readout_kernel[(rows,)](
-        raw, u, z, rms, rank, columns, rank**0.5, BR=power_of_2(rank), BH=power_of_2(columns), num_warps=8, OVERLAP=overlap,
-        **({"launch_pdl": True} if overlap else {}),
+        raw, u, z, rms, rank, columns, rank**0.5, BR=power_of_2(rank), BH=power_of_2(columns), num_warps=8,
+        **early(overlaps(u)),
     )  # fmt: skip
     linear_rows.launch(z, weights.receiver_gate, heard[0], _product_choice(RECEIVERS, u.dtype, size))
     codes = predecessor_codes.reshape(rows * k, rank).to(u.dtype).contiguous()

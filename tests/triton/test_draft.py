@@ -106,6 +106,29 @@ def test_rows_that_are_not_finite(device, dtype):
     assert torch.equal(draft_signals.draft_signals(logits.to(device), 3).finite, got.finite)
 
 
+@pytest.mark.parametrize("size", [700, 9001])
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # NumPy, interpreting
+def test_what_a_target_without_numbers_emits(device, size):
+    """All of some rows NaN: a token of the vocabulary all the same, which can be looked up; other rows do not mind."""
+    logits = torch.randn(3, 3, size)
+    best = logits[:2].argmax(dim=-1)
+    logits[2], logits[1, 1] = float("nan"), -torch.tensor(float("nan"))
+    draft = torch.cat([best[:, :2], best[:1, :2]]).int()
+    got = accept.accept_greedy(*moved(device, logits, draft, torch.tensor([2, 2, 2])))
+    assert got.accepted[0] == 2 and got.next_token[0] == best[0, 2] and 1 <= got.accepted[1] <= 2
+    assert ((got.next_token >= 0) & (got.next_token < size)).all()
+
+
+@pytest.mark.parametrize("k", [3, 12, 17])
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_walks_over_scores_that_are_not_numbers(device, k):
+    """Tokens are candidates of their own position: nothing behind the last one is read."""
+    scores, candidates = torch.full((2, 4, k, k), float("nan")), torch.arange(2 * 4 * k).view(2, 4, k)
+    drawn = path_walk.path_walk_sampled(*moved(device, scores, candidates, torch.full((2, 4), 0.9)), 0.7)[0]
+    for tokens in (path_walk.path_walk(*moved(device, scores, candidates)), drawn):
+        assert (tokens.cpu() // k).flatten().tolist() == list(range(8))
+
+
 def test_point_mass_without_any_other_mass(device):
     """The whole row is the rejected draft (only rounding rejects it): it is drawn again, as in the core."""
     p = torch.zeros(1, 2, 700)
