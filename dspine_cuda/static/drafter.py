@@ -18,7 +18,7 @@ from dspine.common.transition import candidate_scores
 from dspine_cuda.draft_inference import LeanLayer, signed_tables
 from dspine_cuda.drafter import BlockStates, TorchDrafter
 from dspine_cuda.static.arena import Arena
-from dspine_cuda.static.steps import Where, feed_forward, few_rows, gated, place_inputs
+from dspine_cuda.static.steps import Where, feed_forward, few_rows, gated, place_inputs, put
 
 
 def refusal(drafter: Any) -> str | None:
@@ -134,7 +134,8 @@ class StaticDrafter:
         rows = rows.view(batch, count, len(lean.layers), 2 * lean.kv_heads, lean.head_dim)
         if find_kernel(context_inputs.__name__, rows) is not None:  # the core's own code would copy the whole store
             store = self.arena.draft_cache._store  # type: ignore[union-attr]
-            context_inputs(rows, self.cos, self.sin, lengths, m, store, self.key_weight, lean.key_norm.eps)
+            given = rows, self.cos, self.sin, lengths, m, store, self.key_weight, lean.key_norm.eps
+            put((store, context_inputs(*given)))
             return
         for index, (store, norm) in enumerate(zip(self.stores, self.key_norms, strict=True)):
             place_inputs(rows[:, :, index], store, where, 0, norm)

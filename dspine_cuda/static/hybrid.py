@@ -26,7 +26,7 @@ from dspine.common.norms import add_rms_norm
 from dspine.common.stepping import table_rows
 from dspine_cuda.static.arena import Arena
 from dspine_cuda.static.dense import StaticOutput
-from dspine_cuda.static.steps import Where, few_rows, gated, place_inputs
+from dspine_cuda.static.steps import Where, few_rows, gated, place_inputs, put
 from dspine_cuda.targets.hybrid import HybridLayer, HybridTarget
 from dspine_cuda.targets.mixers import AttentionMixer, GdnMixer
 from dspine_cuda.targets.moe import Routed, SparseMlp
@@ -161,13 +161,6 @@ class StaticHybrid:
             amount, gate_up = routed.entry[:, mlp.experts : mlp.experts + 1], routed.entry[:, mlp.experts + 1 :]
             shared = SharedExpert(amount, gate_up, self.shared[layer.index])
         return routed_experts(normed, routed.picks, routed.weights, *stacks, shared, h, following)  # type: ignore[return-value]
-
-
-def put(*pairs: tuple[Tensor, Tensor]) -> None:
-    """(place, new) each: copy `new` over the first rows of `place`, unless a kernel has written it there."""
-    for place, new in pairs:
-        if new.data_ptr() != place.data_ptr():  # the core's own code writes nothing in place
-            (place if new.shape == place.shape else place[:, : new.shape[1]]).copy_(new)
 
 
 def route(mlp: SparseMlp, normed: Tensor) -> Routed:

@@ -31,7 +31,8 @@ from dspine.common.stepping import place_drafts, round_limits, round_uniforms
 from dspine_cuda.static.arena import Arena
 from dspine_cuda.static.dense import StaticDense, StaticOutput
 from dspine_cuda.static.drafter import StaticDrafter
-from dspine_cuda.static.hybrid import StaticHybrid, StaticStage, put, save_stage, saved_stage
+from dspine_cuda.static.hybrid import StaticHybrid, StaticStage, save_stage, saved_stage
+from dspine_cuda.static.steps import put
 from dspine_cuda.targets.dense import DenseTarget
 from dspine_cuda.targets.hybrid import HybridTarget
 
@@ -167,7 +168,7 @@ class StaticRound:
         self.verify(1, drafting=False)
 
     def live(self, w: int) -> Tensor:
-        """Rows that count, int32 [B]: the budget's and the length's; 0 in slots that have ended."""
+        """Rows that count, int32 [B]: the budget's, the length's and (`SlotRound`) the limit's; 0 in slots that have ended."""
         return self._limits(w)[0]
 
     def _limits(self, w: int) -> tuple[Tensor, Tensor]:

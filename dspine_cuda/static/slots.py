@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dspine.common.gdn import GdnFactors
 from dspine.common.gdn_rounds import GdnKept
@@ -93,7 +92,7 @@ class SlotArena(Arena):
     @torch.inference_mode()
     def end(self, slot: int) -> None:
         """The slot is idle from the next round on: its attention reads no context, its rows go to scrap."""
-        for place in (self.remaining, self.lengths, self.pending_m, self.held):
+        for place in (self.lengths, self.pending_m, self.held):
             place[slot] = 0
 
     @torch.inference_mode()
@@ -134,11 +133,6 @@ class SlotRound(StaticRound):
     def __init__(self, target: Any, drafter: Any | None, view: SlotView, rules: RoundRules | None = None) -> None:
         super().__init__(target, drafter, view, rules)  # type: ignore[arg-type]
         self._drafts = drafter is not None
-
-    def live(self, w: int) -> Tensor:
-        """Rows that count, int32 [n]: the budget's, the limit's and the length's."""
-        arena: Any = self.arena
-        return torch.minimum(arena.remaining, arena.limits).clamp(max=w)
 
     def drafted(self, w: int) -> None:
         """Draft, verify w tokens, accept, commit."""

@@ -65,7 +65,12 @@ def place_inputs(projected: Tensor, store: Tensor, where: Where, heads: int, nor
     """`attention_inputs` of projected [B, w, S, D] into store [2, B, Hk, C, D]; the query [B, w, heads, D]."""
     keys, values = store.unbind(0)
     query, *made = attention_inputs(projected, where.cos, where.sin, where.lengths, where.live, keys, values, heads, norm)
-    for place, new in zip((keys, values), made, strict=True):
-        if new.data_ptr() != place.data_ptr():  # the core's own code writes nothing in place
-            place.copy_(new)
+    put(*zip((keys, values), made, strict=True))
     return query
+
+
+def put(*pairs: tuple[Tensor, Tensor]) -> None:
+    """(place, new) each: copy `new` over the first rows of `place`, unless a kernel has written it there."""
+    for place, new in pairs:
+        if new.data_ptr() != place.data_ptr():  # the core's own code writes nothing in place
+            (place if new.shape == place.shape else place[:, : new.shape[1]]).copy_(new)
