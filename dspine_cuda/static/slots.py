@@ -92,7 +92,7 @@ class SlotArena(Arena):
     @torch.inference_mode()
     def end(self, slot: int) -> None:
         """The slot is idle from the next round on: its attention reads no context, its rows go to scrap."""
-        for place in (self.lengths, self.pending_m, self.held):
+        for place in (self.remaining, self.lengths, self.pending_m, self.held):
             place[slot] = 0
 
     @torch.inference_mode()
