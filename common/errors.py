@@ -13,3 +13,7 @@ class CheckpointError(DSpineError):
 
 class BackendError(DSpineError):
     """A runtime or device that was asked for is not there; the message names what is and how to install the other."""
+
+
+class OutOfMemory(DSpineError):
+    """The device has no room for what was asked for, now: less at once, or later, may fit. Not the fault of the input."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dspine.common.errors import BackendError, DSpineError
+from dspine.common.errors import BackendError, DSpineError, OutOfMemory
 from dspine_cuda.static.arena import GIB
 from dspine_cuda.static.hybrid import StaticHybrid
 from dspine_cuda.static.round import StaticRound
@@ -76,10 +76,12 @@ def capture(function: Callable[[], None], device: torch.device, pool: Any) -> to
     """Warm up and capture. Every slot of the arena must be idle; inference mode and the device are the caller's."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            function()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                function()
+    finally:  # also where memory runs out: what it has queued writes back what it read, and others may run next
+        torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -167,7 +169,7 @@ class GraphRunner:
     # -- capture -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, mode: Mode) -> None:
-        """Capture what `mode` needs. Every slot must be idle; DSpineError where memory is short."""
+        """Capture what `mode` needs. Every slot must be idle; OutOfMemory where memory is short."""
         if self.has(mode):
             return
         if self._flight:
@@ -178,7 +180,7 @@ class GraphRunner:
                 self._capture_mode(mode)
         except torch.cuda.OutOfMemoryError as error:
             asked = sum(self.round.arena.parts.values())
-            raise DSpineError(
+            raise OutOfMemory(
                 f"graphs: out of memory while capturing {mode!r}: {free / GIB:.2f} GiB were free beside an arena of "
                 f"{asked / GIB:.2f} GiB; ask for fewer tokens, or decode with graphs off"
             ) from error

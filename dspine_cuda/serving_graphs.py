@@ -25,20 +25,21 @@ from dspine_cuda.graphs import PLAIN, GraphRunner, Mode, Runner
 from dspine_cuda.serving_prompts import SlotPrompts
 from dspine_cuda.static.arena import GIB, ArenaShape, arena_bytes
 from dspine_cuda.static.loop import pair_refusal
+from dspine_cuda.static.prompts import prompt_bytes
 from dspine_cuda.static.round import Report, RoundRules, StaticRound, read_report
 from dspine_cuda.static.slots import SlotArena, SlotRound, SlotView
 from dspine_cuda.targets.hybrid import HybridTarget
 from dspine_cuda.targets.moe import SparseMlp
 
-SHARE = 0.6  # of the free memory that an arena may take: prompts are read, and eager sequences run, beside it
+SHARE = 0.6  # of the free memory that an arena, and the prompt being read, may take: graphs and eager sequences lie beside it
 SMALLEST = 1024  # tokens a slot; where even these do not fit, the start is refused
 TIMED = 4  # rounds of each graph that are timed at the start
 _KIND = ("greedy", SamplingParams())
 
 
 def slot_tokens(target: Any, drafter: Any | None, count: int, wanted: int, free: int | None = None) -> int:
-    """Tokens a slot: `wanted`, or half of it, a quarter, .. until `count` of them fit into the memory that is free (read here
-    on CUDA; `free` for tests). DSpineError where `SMALLEST` do not fit."""
+    """Tokens a slot: `wanted`, or half of it, a quarter, .. until `count` of them, and a prompt being read, fit into `SHARE` of
+    the memory that is free (read here on CUDA; `free` for tests). DSpineError where `SMALLEST` do not fit."""
     wanted = min(wanted, target.info.context_length)
     if free is None:
         if target.device.type != "cuda":
@@ -46,7 +47,8 @@ def slot_tokens(target: Any, drafter: Any | None, count: int, wanted: int, free:
         free = torch.cuda.mem_get_info(target.device)[0]
     tokens = wanted
     while True:
-        asked = sum(arena_bytes(target, drafter, ArenaShape(tokens, count, _rows(drafter))).values())
+        shape = ArenaShape(tokens, count, _rows(drafter))
+        asked = sum(arena_bytes(target, drafter, shape).values()) + prompt_bytes(target, drafter, shape)
         if asked <= SHARE * free:
             return tokens
         if tokens <= SMALLEST:
@@ -101,8 +103,8 @@ class SlotGraphs:
 
     @property
     def nbytes(self) -> int:
-        """Of the arena."""
-        return sum(self.arena.parts.values())
+        """Of the arena, and of the prompt being read."""
+        return sum(self.arena.parts.values()) + self._prompts.nbytes
 
     # -- slots -------------------------------------------------------------------------------------------------------------
 

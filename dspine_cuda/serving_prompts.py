@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspine.common.errors import DSpineError
+from dspine.common.errors import DSpineError, OutOfMemory
 from dspine.common.serving.slot_prompts import CAPTURED, EAGER
 from dspine_cuda.graphs import capture
 from dspine_cuda.static.arena import GIB
-from dspine_cuda.static.prompts import ROWS, Program, PromptSteps
+from dspine_cuda.static.prompts import ROWS, Program, PromptSteps, prompt_bytes
 from dspine_cuda.static.slots import SlotArena
 from dspine_cuda.targets.hybrid import HybridTarget
 from dspine_cuda.targets.moe import SparseMlp
@@ -69,6 +69,11 @@ class SlotPrompts:
             for program in self.steps.programs(min(chunk, self.piece), COMMON):
                 self._ready(program)
 
+    @property
+    def nbytes(self) -> int:
+        """Of what the largest program works with, 0 without programs."""
+        return 0 if self.steps is None else prompt_bytes(self.steps.target, self.steps.drafter, self._arena.shape)
+
     def close(self) -> None:
         """Free the graphs."""
         self._programs.clear()
@@ -91,7 +96,7 @@ class SlotPrompts:
                 graph = capture(lambda: steps.read(program), device, self._pool)
                 graph.replay()  # the first one makes it executable
         except torch.cuda.OutOfMemoryError as error:
-            raise DSpineError(
+            raise OutOfMemory(
                 f"graphs: out of memory while capturing prompts of {program.context} tokens: {free / GIB:.2f} GiB were free; "
                 "lower --max-context or --max-concurrency, or use --graphs off"
             ) from error

@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from dspine.common.decoding import DecodingLoop, Round
-from dspine.common.errors import BackendError, DSpineError
+from dspine.common.errors import BackendError, DSpineError, OutOfMemory
 from dspine.common.protocols import Engine, Rounds, ServingRuntime, ServingSupport, Slots
 from dspine.common.runtimes import load_runtime
 from dspine.common.serving.errors import ApiError
@@ -201,12 +201,17 @@ class Scheduler:
             made = rounds.slots(self.settings.max_concurrency, self.settings.slot_tokens)
             slots = SlotRounds(self.engine, made)
             made.prepare_prompts(self.settings.chunk)
-        except DSpineError as error:
+        except (DSpineError, RuntimeError) as error:  # RuntimeError: what the device's libraries raise
             if self.settings.needs_slots:
                 raise
             if made is not None:
                 made.close()
-            self.slots_reason = f"batches run eagerly: {error}"
+            known = isinstance(error, DSpineError)
+            if not known:
+                logger.error("graphs failed at the start", exc_info=error)
+            self.slots_reason = (
+                f"batches run eagerly: {error if known else f'graphs failed ({type(error).__name__}), see the log'}"
+            )
         else:
             self.slots = slots
 
@@ -218,7 +223,7 @@ class Scheduler:
     @property
     def prompts(self) -> str:
         """How prompts are read, and why: `captured: ...` or `eager: ...`; requests without a slot always eagerly."""
-        return "eager: only batches as graphs capture it" if self.slots is None else self.slots.slots.prompts
+        return "eager: only batches as graphs capture them" if self.slots is None else self.slots.slots.prompts
 
     @property
     def batches(self) -> bool:
@@ -348,7 +353,10 @@ class Scheduler:
     def _fail(self, job: Job, error: BaseException) -> None:
         """The client hears what its request did wrong; what went wrong here is logged and not shown."""
         if not isinstance(error, ApiError):
-            if isinstance(error, DSpineError):
+            if isinstance(error, OutOfMemory):
+                logger.warning("request %d: %s", job.number, error)
+                error = ApiError(str(error), status=503, code="out_of_memory", headers={"Retry-After": "5"})
+            elif isinstance(error, DSpineError):
                 error = ApiError(str(error))
             else:
                 logger.error("request %d failed", job.number, exc_info=error)

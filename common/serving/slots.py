@@ -46,7 +46,8 @@ class SlotLoop(PromptLoop):
         self.launched = self.read = 0  # rounds
         self._undrafted: int | None = None  # the round from which on nothing is drafted
         super().__init__(target, drafter, prompt, params, policy)
-        self.kind: Kind = (self.rule, replace(params.sampling, seed=0))
+        sampling = SamplingParams() if self.rule == "greedy" else replace(params.sampling, seed=0)  # greedy: no filter matters
+        self.kind: Kind = (self.rule, sampling)
 
     def _make_caches(self, capacity: int) -> tuple[Any, Any]:
         """Those of the slot, which has room for a block behind its tokens."""
@@ -151,10 +152,11 @@ class SlotRounds:
         try:
             keeps = pinned and isinstance(policy, StaticPolicy)
             found = SlotLoop(self.slots, slot, keeps, drafter, prompt, params, policy, self.engine.target)
+            has_room = self._room_for(found.kind)
         except BaseException:
             heapq.heappush(self._free, slot)
             raise
-        if not self._room_for(found.kind):
+        if not has_room:
             heapq.heappush(self._free, slot)
             return None, f"{KINDS} other ways of sampling have the graphs"
         self._held[slot] = found
@@ -207,8 +209,8 @@ class SlotRounds:
 
     def run(self, loops: Sequence[SlotLoop], tell: Tell) -> None:
         """Start a round of these sequences (all of them that have a slot and have read their prompt) and tell of every round
-        that has come back: a sequence has one, none yet, or two; an error ends it. `tell` may release sequences. Where this
-        raises, none of them can go on; those that come later can."""
+        that has come back: a sequence has one, none yet, or two; an error ends it (one at the launch, all of that round).
+        `tell` may release sequences. Where this raises, none of them can go on; those that come later can."""
         try:
             reading = any(not loop.begun for loop in self._held.values())
             for loop in loops:
@@ -265,7 +267,13 @@ class SlotRounds:
         graph = self.lengths.graph(loops, lengths)
         for loop in loops:
             loop.launched += 1
-        launched, read = perf_counter(), self.slots.launch(kind, limits, drafting)
+        launched = perf_counter()
+        try:
+            read = self.slots.launch(kind, limits, drafting)
+        except DSpineError as error:  # no memory for its graph, say: nothing has run, and the other kinds have theirs
+            for loop in loops:
+                _end(loop, error, tell)
+            return
         self._flights[kind].append(Flight(list(loops), [loop.slot for loop in loops], lengths, graph, read, launched))
 
     def _drain(self, kind: Kind, tell: Tell | None = None) -> None:
@@ -281,13 +289,17 @@ class SlotRounds:
             try:
                 result = loop.take(reports[slot], limit)
             except DSpineError as error:
-                loop.finish_reason = "error"
-                tell(loop, error)
+                _end(loop, error, tell)
                 continue
             loop.stats.verify_seconds += seconds
             self.lengths.observe(loop, len(result.drafts), result.accepted)
             tell(loop, result)
         self.lengths.observe_graph(*flight.graph, seconds)
+
+
+def _end(loop: SlotLoop, error: DSpineError, tell: Tell) -> None:
+    loop.finish_reason = "error"
+    tell(loop, error)
 
 
 def _nobody(loop: SlotLoop, _: Round | DSpineError) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dspine_cuda.caches import KEY_TILE
 from dspine_cuda.hybrid_cache import HybridCache
+from dspine_cuda.static.arena import ArenaShape, arena_bytes
 from dspine_cuda.static.dense import StaticDense
 from dspine_cuda.static.hybrid import StaticHybrid, StaticStage
 from dspine_cuda.static.slots import SlotArena
@@ -41,6 +42,14 @@ class Program:
 
     rows: int
     context: int
+
+
+def prompt_bytes(target: Any, drafter: Any | None, shape: ArenaShape) -> int:
+    """Bytes that the longest context of an arena takes while a piece is read: a slot's K/V twice (copied out, then with room
+    behind), its states and windows twice, and the mask. The rows' own, up to 512 of each activation, come on top."""
+    slot = arena_bytes(target, drafter, replace(shape, batch=1))
+    copies = sum(slot.get(part, 0) for part in ("kv", "states", "windows"))
+    return 2 * copies + ROWS[-1] * shape.store * target.dtype.itemsize
 
 
 @dataclass(frozen=True)

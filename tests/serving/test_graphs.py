@@ -14,58 +14,26 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from dspine.common import runtimes
 from dspine.common.cli import serve as command
 from dspine.common.decoding import DecodingParams
 from dspine.common.errors import DSpineError
-from dspine.common.generation import load
-from dspine.common.runtimes import choose_runtime
 from dspine.common.selection.policies import StaticPolicy
 from dspine.common.serving.metrics import Metrics
 from dspine.common.serving.scheduler import Scheduler, SchedulerSettings
 from dspine.common.serving.server import Server, captured
 from dspine.common.serving.settings import ServerSettings, graphs_mode
-from dspine.common.tokenizer import load_tokenizer
-from dspine_cuda.graphs import EagerRunner
 from dspine_cuda.serving_graphs import SlotGraphs
 from dspine_cuda.static.loop import GraphDecoder
-from tests.helpers.drafters import drafter_folder
-from tests.helpers.hybrids import save_hybrid
-from tests.helpers.models import VOCAB, save_tiny
 from tests.serving.slot_runs import Capturing
+from tests.serving.slot_server import WORDS, engine_maker
 from tests.serving.test_scheduler import make_job
 from tests.serving.toys import running
-
-WORDS = " ".join(f"w{n}" for n in (5, 9, 11, 4, 21, 33, 7, 8, 60, 12, 31, 17))
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_5_moe_text"])
 def engines(request, tmp_path_factory):
-    """make(static) -> a fresh engine, with static rounds or without."""
-    root = tmp_path_factory.mktemp("pair")
-    save = save_tiny if request.param == "qwen3" else save_hybrid
-    model = save(root / "target", request.param, max_position_embeddings=96)
-    raw = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w0", eos_token="w2")
-    backend.save_pretrained(root / "target")
-    backend.save_pretrained(root / "words")  # beside no config.json: a family's own class would cut words its own way
-    head = model.get_output_embeddings().weight.detach().float().numpy()
-    drafter_folder(root / "draft", "dspine", 6, head, model.config.num_hidden_layers, head_dim=16)
-    runtime, reason = choose_runtime("torch")
-
-    def make(static, runner=EagerRunner):
-        engine = load(runtime, str(root / "target"), str(root / "draft"), device="cpu", dtype="float32", backend_reason=reason)
-        engine.tokenizer = load_tokenizer(root / "words")
-        if static:
-            engine.rounds = GraphDecoder(engine.target, engine.drafter, make_runner=runner)
-            engine.rounds_reason = "steps without graphs"
-        return engine
-
-    return make
+    return engine_maker(tmp_path_factory.mktemp("pair"), request.param)
 
 
 def serve(engine, concurrency=1, **settings):
@@ -244,20 +212,22 @@ def test_batches_have_graphs_where_they_run(monkeypatch):
         command.serve(command.ServeOptions(port=0, graphs="on", no_batch=True))
 
 
+@pytest.mark.parametrize("error", [DSpineError("graphs: 4 slots ask for 90 GiB"), RuntimeError("CUDA error: 90 GiB")])
 @pytest.mark.parametrize("late", [False, True])
-def test_slots_that_cannot_be_had(engines, monkeypatch, late):
+def test_slots_that_cannot_be_had(engines, monkeypatch, late, error):
     """Where graphs are not asked for by name, batches run eagerly and the start says why; where they are, it is an error. late:
     when the arena is there already, which is freed."""
     freed, close = [], SlotGraphs.close
 
     def refuse(*_):
-        raise DSpineError("graphs: 4 slots ask for 90 GiB")
+        raise error
 
     monkeypatch.setattr(SlotGraphs, "close", lambda slots: (freed.append(slots), close(slots)))
     monkeypatch.setattr(SlotGraphs if late else GraphDecoder, "prepare_prompts" if late else "slots", refuse)
     server = serve(engines(True), 4)
     summary = server.summary()
-    assert not summary["graphs"] and summary["graphs_reason"] == "batches run eagerly: graphs: 4 slots ask for 90 GiB"
+    why = error if isinstance(error, DSpineError) else "graphs failed (RuntimeError), see the log"
+    assert not summary["graphs"] and summary["graphs_reason"] == f"batches run eagerly: {why}"
     assert summary["prompts"].startswith("eager: only batches") and len(freed) == late
     with running(server) as url:
         body = {"model": "tiny", "prompt": WORDS, "max_tokens": 4}
@@ -265,7 +235,7 @@ def test_slots_that_cannot_be_had(engines, monkeypatch, late):
     assert answer["choices"][0]["text"] and not answer["usage"]["speculative"].get("rounds_by", "").startswith("graphs")
     engine = engines(True)
     needs = SchedulerSettings(max_concurrency=4, needs_slots=True)
-    with pytest.raises(DSpineError, match="90 GiB"):
+    with pytest.raises(type(error), match="90 GiB"):
         Server(lambda: engine, ServerSettings(names=("tiny",), scheduler=needs))
 
 

@@ -21,7 +21,8 @@ from dspine.common.serving.slots import KINDS, SlotRounds
 from dspine_cuda.drafter import load_drafter
 from dspine_cuda.graphs import EagerRunner
 from dspine_cuda.runtime import RUNTIME
-from dspine_cuda.serving_graphs import SMALLEST, SlotGraphs, experts_refusal, slot_tokens
+from dspine_cuda.serving_graphs import SHARE, SMALLEST, SlotGraphs, experts_refusal, slot_tokens
+from dspine_cuda.static.arena import ArenaShape, arena_bytes
 from dspine_cuda.targets.hybrid import HybridTarget
 from dspine_cuda.targets.moe import SparseMlp
 from tests.helpers.drafters import drafter_folder
@@ -32,6 +33,7 @@ from tests.serving.slot_runs import (
     BLOCK,
     COUNT,
     PROMPTS,
+    SLOTS,
     TOKENS,
     Capturing,
     alone,
@@ -258,11 +260,41 @@ def test_ways_of_sampling_are_few(pair):
         assert other.kind in rounds._flights
 
 
+def test_filters_make_no_difference_to_greedy_requests(pair):
+    """They share the graphs of greedy rounds, and nobody can take all ways of sampling with them."""
+    rounds, book = rounds_of(pair)
+    for i in range(2 * KINDS):
+        params = params_of(0, top_p=0.9 - 0.1 * i, top_k=i, seed=i)
+        loop, _ = rounds.loop(pair[1], PROMPTS[0], params, StaticPolicy(), False)
+        assert loop is not None and loop.kind == ("greedy", SamplingParams())
+        rounds.release(loop)
+    assert list(rounds._flights) == [("greedy", SamplingParams())]
+
+
+def test_a_kind_that_cannot_make_room_costs_no_slot(pair, monkeypatch):
+    rounds, book = rounds_of(pair)
+
+    def refuse(kind):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(rounds, "_room_for", refuse)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        join(rounds, book, pair, 0)
+    assert sorted(rounds._free) == list(range(SLOTS))
+
+
 def test_memory_decides_the_length_of_slots(pair):
     target, drafter = pair
     assert slot_tokens(target, drafter, 4, 10**6) == TOKENS
     with pytest.raises(DSpineError, match=r"4 slots of 64 tokens ask for .* lower --max-concurrency"):
         slot_tokens(target, drafter, 4, TOKENS, free=1000)
+    slots = SlotGraphs(*pair, 4, TOKENS, EagerRunner)
+    arena = sum(slots.arena.parts.values())
+    one = arena_bytes(target, drafter, ArenaShape(TOKENS, 1, BLOCK))
+    assert slots.nbytes - arena > 2 * one["kv"]  # the prompt being read has copies of a slot's
+    assert slot_tokens(target, drafter, 4, TOKENS, free=int(slots.nbytes / SHARE) + 1) == TOKENS
+    with pytest.raises(DSpineError, match="4 slots of 64 tokens"):
+        slot_tokens(target, drafter, 4, TOKENS, free=int(slots.nbytes / SHARE) - 1)
     assert SMALLEST >= TOKENS
 
 
