@@ -37,6 +37,7 @@ from benchmarks.provenance import provenance
 from dspine.common.bench.presets import cut_layers, find_preset, plain_drafter
 from dspine.common.bench.random_weights import preset_folders
 from dspine.kernels_triton import gated_rows, linear_rows
+from dspine.kernels_triton._choices import written
 from dspine_cuda.bench import LengthSteps
 from dspine_cuda.runtime import RUNTIME
 
@@ -137,11 +138,6 @@ def launches(columns: int, size: int) -> list[linear_rows.Launch]:
     return [*dict.fromkeys(made)]
 
 
-def as_text(launch: linear_rows.Launch) -> str:
-    """Six numbers."""
-    return ",".join(str(n) for n in (launch.columns, launch.step, launch.num_warps, launch.stages, launch.fetch, launch.split))
-
-
 def call(name: str, w: int) -> None:
     """The product of this name as a step has it."""
     columns, size = MATRICES[name]
@@ -153,7 +149,7 @@ def compile_share(tasks: Sequence[tuple[str, linear_rows.Launch]]) -> None:
     """Fill Triton's cache; what cannot be launched says so when it is timed."""
     for name, launch in tasks:
         key = "linear_rows.{}x{}".format(*MATRICES[name])
-        os.environ["DSPINE_KERNELS_TRY"] = f"{key}={as_text(launch)}"
+        os.environ["DSPINE_KERNELS_TRY"] = f"{key}={written(launch)}"
         for w in LENGTHS:
             with contextlib.suppress(RuntimeError, ValueError, TritonError):
                 call(name, w)
@@ -196,10 +192,10 @@ def descend(subject: Subject, model: str, options: argparse.Namespace) -> list[d
     for name in names:
         key = f"linear_rows.{MATRICES[name][0]}x{MATRICES[name][1]}"
         for launch in launches(*MATRICES[name]):
-            attempt(key, as_text(launch))
+            attempt(key, written(launch))
         now = linear_rows.read_launch(kept[key]) if key in kept else linear_rows.choose(*MATRICES[name], torch.bfloat16)
         for fetch in FETCHES if key in kept else ():
-            attempt(key, as_text(replace(now, fetch=fetch)))
+            attempt(key, written(replace(now, fetch=fetch)))
     last = measure(subject, kept, 2 * options.repeats)
     first = measure(subject, {}, 2 * options.repeats)
     show(first, "today's defaults, again")

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from dspine.common import registry  # noqa: E402
 from dspine.common.protocols import DraftRequest  # noqa: E402
 from dspine_cuda.drafter import load_drafter  # noqa: E402
 from dspine_cuda.runtime import RUNTIME  # noqa: E402
@@ -82,3 +83,21 @@ def test_states_and_context_are_the_eager_ones(target, tmp_path, kind, changes):
                 drafter.commit(cache, block[slot : slot + 1, :count])
             close(arena.draft_cache._store[:, :, slot, :, : cache.length], cache.rows(cache.length)[:, :, 0])
             assert int(arena.lengths[slot]) == cache.length
+
+
+def test_context_where_the_kernel_of_all_layers_declines(target, tmp_path, monkeypatch):
+    """The core's own code then writes nothing in place: its answer is taken all the same, of every layer."""
+    drafter = load_drafter(drafter_folder(tmp_path, "dspine", WIDTH, target.head_weight(), 5, head_dim=16), target)
+    features, stores = torch.randn(2, WIDTH, drafter.config.feature_size, generator=torch.Generator().manual_seed(5)), []
+    for declines in (False, True):
+        if declines:
+            monkeypatch.setattr(registry, "_kernels", dict(registry._kernels))
+            registry.register_kernel(
+                "context_inputs", namespace="torch", device="cpu", function=None, name="none", supports=lambda *args: False
+            )
+        arena = Arena(target, drafter, ArenaShape(64, 2, WIDTH))
+        arena.start([PAST] * 2, [0, 0], [40, 40], frozenset(), None)
+        StaticDrafter(drafter, arena).commit(features, torch.tensor([4, 0], dtype=torch.int32), arena.lengths)
+        stores.append(arena.draft_cache._store[..., :-1, :])
+    assert stores[0][:, :, 0, :, PAST : PAST + 4].abs().sum(dim=(1, 2, 3, 4)).all()
+    close(stores[1], stores[0])
