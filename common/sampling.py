@@ -17,6 +17,7 @@ from dspine.common.registry import operation
 
 Array = Any
 DRAFT, ACCEPT, DRAW = 0, 1, 2  # the lanes of `uniforms`
+LEAST_TEMPERATURE = 1e-6  # above 0: logits divided by less than this leave float32's range, and every draw is token 0
 _BLOCK = 256  # two-level inverse CDF: sums of 256 first, so float32 stays exact enough at any vocabulary
 
 
@@ -24,8 +25,9 @@ _BLOCK = 256  # two-level inverse CDF: sums of 256 first, so float32 stays exact
 class SamplingParams:
     """How the target's distribution is shaped. Applied in this order: penalties, temperature, top-k, top-p, min-p.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch a filter off. repetition_penalty counts the prompt and
-    the output (as Hugging Face), presence and frequency penalties the output only (as OpenAI).
+    temperature 0 is greedy, any other at least `LEAST_TEMPERATURE`. top_k 0, top_p 1 and min_p 0 switch a filter off.
+    repetition_penalty counts the prompt and the output (as Hugging Face), presence and frequency penalties the output only (as
+    OpenAI).
     """
 
     temperature: float = 0.0
@@ -39,7 +41,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = (
-            ("temperature", 0.0 <= self.temperature <= 100.0, "0..100 (0 is greedy)"),
+            ("temperature", not self.temperature or LEAST_TEMPERATURE <= self.temperature <= 100.0, "0 (greedy) or 1e-06..100"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1 (1 is off)"),
             ("min_p", 0.0 <= self.min_p < 1.0, "0 (off) up to, not including, 1"),

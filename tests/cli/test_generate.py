@@ -137,7 +137,7 @@ BAD = [
     (("--prompt", " \n"), "prompt is empty"),
     (("--prompt", "x" * CONTEXT), f"prompt has {CONTEXT} tokens, but the model's context holds {CONTEXT}"),
     (("--prompt", "\udcff"), "prompt is not valid UTF-8"),
-    (("--temp", "-0.1"), "temperature must be 0..100 (0 is greedy), got -0.1"),
+    (("--temp", "-0.1"), "temperature must be 0 (greedy) or 1e-06..100, got -0.1"),
     (("--temp", "nan"), "temperature must be"),
     (("--top-p", "0"), "top_p must be above 0, at most 1 (1 is off), got 0.0"),
     (("--top-p", "1.01"), "got 1.01"),

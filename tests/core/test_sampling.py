@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dspine.common.sampling import SamplingParams, penalise, token_probabilities, uniforms
+from dspine.common.errors import DSpineError
+from dspine.common.sampling import LEAST_TEMPERATURE, SamplingParams, penalise, token_probabilities, uniforms
 
 RNG = np.random.default_rng(4)
 
@@ -70,6 +71,16 @@ def test_repetition_penalty_equals_transformers():
         seen = torch.tensor([context + block[1 : i + 1]])
         want = processor(seen, torch.from_numpy(logits[:, i].copy()))
         np.testing.assert_allclose(got[:, i], want.numpy(), rtol=1e-6)
+
+
+def test_the_coldest_temperature_is_a_temperature():
+    """Below it a division leaves float32's range and no draw means anything, so it is refused; at it the largest logit wins."""
+    logits = np.array([[-50.0, 300.0, 299.5, 0.0]], dtype=np.float32)
+    np.testing.assert_array_equal(token_probabilities(logits, SamplingParams(temperature=LEAST_TEMPERATURE)), [[0, 1.0, 0, 0]])
+    for refused in (1e-40, LEAST_TEMPERATURE / 2, -1e-3, 101.0, float("nan"), float("inf")):
+        with pytest.raises(DSpineError, match=r"temperature must be 0 \(greedy\) or 1e-06..100, got"):
+            SamplingParams(temperature=refused)
+    assert SamplingParams(temperature=0.0).greedy and not SamplingParams(temperature=LEAST_TEMPERATURE).greedy
 
 
 def test_extreme_logits_stay_probabilities():
