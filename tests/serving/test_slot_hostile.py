@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -15,12 +17,18 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+import torch
+
 from dspine.common.errors import DSpineError, OutOfMemory
 from dspine.common.serving.metrics import Metrics
 from dspine.common.serving.scheduler import Scheduler, SchedulerSettings
 from dspine.common.serving.server import Server
 from dspine.common.serving.settings import ServerSettings
+from dspine_cuda import graphs, serving_prompts
 from dspine_cuda.serving_graphs import SlotGraphs
+from dspine_cuda.serving_prompts import SlotPrompts
+from dspine_cuda.static.arena import ArenaShape
+from dspine_cuda.static.slots import SlotArena
 from tests.helpers.models import VOCAB, one_thread
 from tests.serving.slot_runs import Capturing
 from tests.serving.slot_server import CONTEXT, engine_maker
@@ -140,6 +148,47 @@ def test_no_memory_for_a_long_context(engine, monkeypatch):
     put(scheduler, again := ask(engine, ids(40, 40)))
     steps(scheduler)
     assert again.sink.tokens == solo(engine, again) and again.way == "graphs"
+
+
+def test_captures_without_room(engine, monkeypatch):
+    """What the device says becomes our error, nothing of the program is kept, and the next try finds room."""
+    failing = [True]
+
+    def capture(function, device, pool):
+        function()
+        if failing.pop():
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return SimpleNamespace(replay=lambda: prompts.steps.read(program))
+
+    monkeypatch.setattr(serving_prompts, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**29, 2**30))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    pair = engine.target, engine.drafter
+    prompts = SlotPrompts(*pair, SlotArena(*pair, ArenaShape(CONTEXT, 2, 6)), pool=object())
+    program = prompts.steps.program(0, 40)
+    with pytest.raises(OutOfMemory, match=r"capturing prompts of \d+ tokens: 0.50 GiB were free; lower --max-context"):
+        prompts.read(1, 0, ids(40))
+    assert not prompts._programs and not prompts._arena.kv.store[..., :-1, :].any()
+    failing.append(False)
+    cache = engine.target.make_cache(CONTEXT)
+    want = engine.target.prefill(cache, torch.tensor([ids(40)]), chunk=64).logits
+    torch.testing.assert_close(prompts.read(1, 0, ids(40)), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_capture_that_fails_is_waited_for(monkeypatch):
+    """What it had queued on its own stream comes before whatever the caller queues next."""
+    log, main, side = [], SimpleNamespace(), SimpleNamespace(wait_stream=lambda _: log.append("side waits"))
+    main.wait_stream = lambda other: log.append(("main waits", other is side))
+    cuda = SimpleNamespace(Stream=lambda _: side, current_stream=lambda _: main, stream=nullcontext)
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
+
+    def function():
+        log.append("queued")
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        graphs.capture(function, "cuda", None)
+    assert log == ["side waits", "queued", ("main waits", True)]
 
 
 def test_no_memory_over_http(engines, monkeypatch):
