@@ -196,7 +196,8 @@ def overlaps(array: Tensor) -> bool:
 #   `round_limits`, the library's own kernels) never call `gdc_launch_dependents`, so whatever chain of early launches follows
 #   begins when they have ended. A kernel that writes such numbers must not call it either;
 # - what was written in front of a launch that waits before it calls it (`routed_experts`: the picks; `injection_write`: u).
-# And it writes nothing but a state that nobody else touches in the round (`gdn_verify_deferred`).
+# What was written in the same round is read past the first-level cache (`.cg`): only the wait promises that it is not stale.
+# Nothing is written before the wait but a state that nobody else touches in the round (`gdn_verify_deferred`).
 def early(overlap: bool) -> dict[str, Any]:
     """How a kernel is launched that may, or may not, start before the launch in front has ended."""
     return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}

@@ -43,8 +43,9 @@ def _attention_inputs_kernel(
     token, lane = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, D_PAD)
     of_row = (token < count)[:, None] & (lane < D)[None, :]
     DTYPE: tl.constexpr = query.dtype.element_ty
-    place = tl.load(lengths + batch).to(tl.int32) + token
-    place = tl.where(token < tl.load(live + batch).to(tl.int32), place, capacity - 1)
+    # past the first-level cache: of a commit both were written in this round
+    place = tl.load(lengths + batch, cache_modifier=".cg").to(tl.int32) + token
+    place = tl.where(token < tl.load(live + batch, cache_modifier=".cg").to(tl.int32), place, capacity - 1)
     is_value = head >= HQ + HK
     partner = tl.where(lane < R // 2, lane + R // 2, tl.where(lane < R, lane - R // 2, lane))
     turns = of_row & ((lane < R) & (head < HQ + HK))[None, :]

@@ -86,7 +86,7 @@ def _write_kernel(
     first = tl.program_id(0).to(tl.int64) * columns
     lane = tl.arange(0, BH)
     inside = lane < columns
-    u = tl.load(hidden + first + lane, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(hidden + first + lane, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)  # as in `_launch.early`
     if HAS_NORM:
         w = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
     rms = tl.sqrt(tl.sum(u * u, 0) / columns)

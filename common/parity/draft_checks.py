@@ -55,10 +55,10 @@ def checks(scaled: bool) -> Iterator[Check]:
         for family in ("random", "ties", "peaked", "masked", "large"):
             yield _signals_check(shape, family)
         for family, k in (("random", None), ("ties", None), ("masked", None), ("random", 1), ("ties", 1)):
-            yield _candidates_check(shape, family, k)
+            yield _found_check(shape, family, k)
         for family in ("random", "parallel-keys", "zero-write"):
             yield _transition_check(shape, family)
-            yield _candidate_check(shape, family)
+            yield _tables_check(shape, family)
         for family in ("random", "ties"):
             yield _walk_check(shape, family)
         for temperature in (0.7, 1.0):
@@ -254,7 +254,7 @@ def _expect_found(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
     return {name: found[name] for name in ("values", "ids", "finite")}
 
 
-def _candidates_check(shape: Shape, family: str, k: int | None) -> Check:
+def _found_check(shape: Shape, family: str, k: int | None) -> Check:
     return Check(
         op="draft_candidates",
         shape=f"{shape.name} K={k or shape.candidates}",
@@ -304,7 +304,7 @@ def _transition_check(shape: Shape, family: str) -> Check:
     )
 
 
-def _candidate_inputs(shape: Shape, family: str) -> tuple[Any, ...]:
+def _tables_inputs(shape: Shape, family: str) -> tuple[Any, ...]:
     """Tables of `vocab` rows; of parallel keys all candidates of a row are one token."""
     rng = _key("candidates", shape.name, family)
     arrays = _weights(shape, rng)
@@ -323,7 +323,7 @@ def _candidate_inputs(shape: Shape, family: str) -> tuple[Any, ...]:
     return Value(hidden), Value(heard, "f32"), Value(anchor), *tables, _injection(arrays), norm
 
 
-def _expect_candidates(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
+def _expect_tables(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
     """Pair after pair."""
     hidden, heard, anchor, ids, codes, head, w, norm = args
     scores = np.empty((*ids.shape, ids.shape[-1]))
@@ -334,14 +334,14 @@ def _expect_candidates(args: tuple[Any, ...]) -> dict[str, np.ndarray]:
     return {"scores": scores}
 
 
-def _candidate_check(shape: Shape, family: str) -> Check:
+def _tables_check(shape: Shape, family: str) -> Check:
     return Check(
         op="candidate_scores",
         shape=shape.name,
         family=family,
-        build=lambda: _candidate_inputs(shape, family),
+        build=lambda: _tables_inputs(shape, family),
         run=lambda call, args: {"scores": call("candidate_scores", *args)},
-        expect=_expect_candidates,
+        expect=_expect_tables,
         kinds={"scores": "scores"},
     )
 

@@ -42,8 +42,8 @@ FILES = {path.stem for path in Path(next(iter(kernels_triton.__path__))).glob("*
 # What a decoder layer of MLX does besides Gated DeltaNet is the library's own; packed weights are MLX's layout.
 TRITON_ONLY = {
     "add_rms_norm", "attention_inputs", "block_attention", "candidate_scores", "gated_rows", "gdn_keep", "gdn_round",
-    "injection_messages", "linear_rows", "pick_experts", 
-    "routed_experts", "settle_round", "sigmoid_mul", "silu_mul", "stepping",
+    "injection_messages", "linear_rows", "pick_experts", "routed_experts", "settle_round", "sigmoid_mul", "silu_mul",
+    "stepping",
 }  # fmt: skip
 METAL_ONLY = {"gathered_rows", "quantized_rows"}
 
