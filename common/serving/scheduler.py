@@ -351,12 +351,13 @@ class Scheduler:
             self._remove(job, keep=True)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        """The client hears what its request did wrong; what went wrong here is logged and not shown."""
-        if not isinstance(error, ApiError):
-            if isinstance(error, OutOfMemory):
-                logger.warning("request %d: %s", job.number, error)
-                error = ApiError(str(error), status=503, code="out_of_memory", headers={"Retry-After": "5"})
-            elif isinstance(error, DSpineError):
+        """The client hears what its request did wrong; what went wrong here is logged and not shown, but for missing memory."""
+        if isinstance(error, OutOfMemory) or _says_no_room(error):
+            logger.warning("request %d: %s", job.number, error, exc_info=None if isinstance(error, OutOfMemory) else error)
+            text = str(error) if isinstance(error, OutOfMemory) else "the device has no memory for this request now"
+            error = ApiError(text, status=503, code="out_of_memory", headers={"Retry-After": "5"})
+        elif not isinstance(error, ApiError):
+            if isinstance(error, DSpineError):
                 error = ApiError(str(error))
             else:
                 logger.error("request %d failed", job.number, exc_info=error)
@@ -387,6 +388,11 @@ class Scheduler:
             self._running, self._queue = [], FairQueue()
         for job in jobs:
             job.fail(error)
+
+
+def _says_no_room(error: BaseException) -> bool:
+    """Whether Python or the device's library (torch's class of that name, which is not imported here) ran out of memory."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _tokens(loop: DecodingLoop) -> np.ndarray:

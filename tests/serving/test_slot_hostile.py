@@ -150,6 +150,24 @@ def test_no_memory_for_a_long_context(engine, monkeypatch):
     assert again.sink.tokens == solo(engine, again) and again.way == "graphs"
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_no_memory_for_an_eager_request(engine, monkeypatch, error):
+    """Beside an arena there is less room for requests that have no slot: theirs alone fail, and they may come again."""
+    scheduler = opened(engine)
+    jobs = [ask(engine, ids(9, i), presence_penalty=float(i)) for i in range(2)]
+
+    def prefill(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "prefill", prefill)
+        put(scheduler, *jobs)
+        steps(scheduler)
+    found = jobs[1].sink.updates[-1].error
+    assert (found.status, found.code, found.headers["Retry-After"]) == (503, "out_of_memory", "5")
+    assert jobs[0].sink.tokens == solo(engine, jobs[0]) and all_free(scheduler)
+
+
 def test_captures_without_room(engine, monkeypatch):
     """What the device says becomes our error, nothing of the program is kept, and the next try finds room."""
     failing = [True]
