@@ -182,14 +182,14 @@ def eval_sets_command(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; bad input is one line on stderr and exit code 2."""
+    """Run; bad input and a misspelt option are a message on stderr and exit code 2, never a traceback."""
     try:
-        app(arguments, standalone_mode=False)
+        app(arguments)
     except DSpineError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    except typer.Exit as leaving:
-        return leaving.exit_code
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
 
 

@@ -159,3 +159,10 @@ def test_the_clocks_probe_may_be_interrupted(place: Path, monkeypatch) -> None:
         with pytest.raises(KeyboardInterrupt):
             train(settings)
     assert train(settings, resume=True)["steps"] == 3
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["eval", "--temperatures", "0"], []])
+def test_misspelt_commands_and_options_are_messages(arguments, capfd):
+    assert main(arguments) == 2
+    assert "Traceback" not in (told := capfd.readouterr().err) and ("Usage" in told or not arguments)
+    assert main(["--help"]) == 0
