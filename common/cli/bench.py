@@ -174,7 +174,7 @@ def build_settings(options: BenchOptions) -> BenchSettings:
         (options.record_trace is not None and "speed" not in options.parts, "--record-trace needs the runs of --parts speed"),
         (options.full_trace is not None and options.no_draft, "--full-trace replays what a drafter gained: drop --no-draft"),
         (
-            options.full_trace is not None and options.policy == "full",
+            None not in (options.full_trace, options.trace) and options.policy == "full",
             "--full-trace is for the row of full verification beside another --policy: name one",
         ),
     ]

@@ -341,7 +341,7 @@ def test_a_hybrid_shape_takes_hybridspecs_lengths_and_full_verification_of_the_s
     named = build_settings(replace(shape, trace="hybrid-tiny", full_trace="hybrid-tiny-full"))
     assert (named.trace.name, named.full_trace.name) == ("hybrid-tiny.json", "hybrid-tiny-full.json")
     with pytest.raises(DSpineError, match="beside another --policy"):
-        build_settings(replace(shape, policy="full", full_trace="hybrid-tiny-full"))
+        build_settings(replace(shape, policy="full", trace="hybrid-tiny", full_trace="hybrid-tiny-full"))
     dense = build_settings(replace(shape, random_weights="Qwen/Qwen3-8B"))
     assert (dense.trace.name, dense.full_trace) == ("smollm2.json", None)
 

@@ -96,6 +96,7 @@ def test_context_where_the_kernel_of_all_layers_declines(target, tmp_path, monke
                 "context_inputs", namespace="torch", device="cpu", function=None, name="none", supports=lambda *args: False
             )
         arena = Arena(target, drafter, ArenaShape(64, 2, WIDTH))
+        arena.draft_cache._store.zero_()  # whatever lay in that memory is compared as well
         arena.start([PAST] * 2, [0, 0], [40, 40], frozenset(), None)
         StaticDrafter(drafter, arena).commit(features, torch.tensor([4, 0], dtype=torch.int32), arena.lengths)
         stores.append(arena.draft_cache._store[..., :-1, :])
