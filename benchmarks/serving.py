@@ -34,6 +34,7 @@ import httpx
 
 from benchmarks.provenance import provenance
 from benchmarks.serving_overhead import OVERHEAD, measure_overhead
+from dspine.common.files import write_json
 
 SIDES: dict[str, Any] = {"speculative": True, "full": "full", "plain": False}  # name -> `draft` of the request
 
@@ -197,7 +198,8 @@ def run_cycles(
         longest[each], cycle = max(longest.get(each, 0.0), took), cycle + 1
         longest.setdefault(args.per_client, took * _requests(args, args.per_client) / _requests(args, each))
         result |= {"cycles": cycle, "summary": summarise(rows), "rows": rows}
-        write(args.out, result)
+        if args.out is not None:
+            write_json(args.out, result)
         left = args.budget - (time.monotonic() - started)
         sizes = [size for size in (args.per_client, 1) if longest[size] < left and cycle < args.cycles]
 
@@ -205,14 +207,6 @@ def run_cycles(
 def _requests(args: argparse.Namespace, each: int) -> int:
     """Requests of a cycle, of one side."""
     return sum(max(args.least, each * count) for count in args.clients)
-
-
-def write(place: Path | None, result: dict[str, Any]) -> None:
-    """The result so far; whoever reads it, or ends this run, finds a whole file."""
-    if place is not None:
-        part = place.with_name(place.name + ".part")
-        part.write_text(json.dumps(result, indent=1))
-        part.replace(place)
 
 
 def warm_up(args: argparse.Namespace, url: str, model: str, prompts: list[str], sides: dict[str, Any]) -> None:
@@ -357,7 +351,8 @@ def main() -> None:
     """Parse, measure, print the tables; the whole result goes to --out."""
     args = parse()
     result = measure(args)
-    write(args.out, result)
+    if args.out is not None:
+        write_json(args.out, result)
     text = markdown(result)
     if args.markdown:
         args.markdown.write_text(text + "\n")

@@ -10,7 +10,7 @@ from dspine.common.errors import DSpineError
 
 _KERNEL_CHOICES = ("auto", "reference")
 _VARIANTS = (
-    "attention", "attention_ahead", "experts_ahead", "gated_rows", "late_next", "transition_pairs",
+    "attention", "attention_ahead", "experts_ahead", "gated_rows", "late_next",
     "injection_messages", "injection_write", "transition_gate", "transition_part",
 )  # fmt: skip
 

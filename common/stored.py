@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from dspine.common.checkpoints import read_header, read_tensor
 from dspine.common.environment import cache_folder
 from dspine.common.errors import CheckpointError
+from dspine.common.files import write_whole
 from dspine.common.prepared import WEIGHTS, publish
 from dspine.common.quantization import GroupForm, bfloat16_bits, dequantize_affine, quantize_affine
 
@@ -45,14 +45,13 @@ def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, np.ndarray]])
         offset += array.nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
+
+    def write(file: BinaryIO) -> None:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for _, array in tensors.values():
             file.write(np.ascontiguousarray(array).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+
+    write_whole(path, write)
 
 
 def write_stored(folder: Path, tensors: Mapping[str, np.ndarray], forms: Mapping[str, GroupForm]) -> Path:

@@ -39,13 +39,11 @@ from dspine.kernels_triton._launch import (
     programs_of,
     sigmoid,
     thirds,
-    variant,
 )
 from dspine.kernels_triton.injection_gate import fetch_part, pair_of
 from dspine.kernels_triton.injection_write import readable_norm
 
-READOUT = linear_rows.Launch(32, 256, 4, 3, 512, 4)  # few columns: their inputs split over programs
-RECEIVERS = linear_rows.Launch(16, 256, 2, 4, 512, 2)
+RECEIVERS = linear_rows.Launch(16, 256, 2, 4, 512, 2)  # few columns: their inputs split over programs
 
 
 @dataclass(frozen=True)
@@ -291,7 +289,7 @@ def launch_part(
     batch, count, columns = of.hidden.shape
     size, parts, padded = gated.shape[1], products.shape[1], products.shape[2]
     chosen, table = part_choice(of.hidden.dtype), of.ids is not None
-    each = max(1, chosen.pairs // padded) if variant("transition_pairs", True) else 1
+    each = max(1, chosen.pairs // padded)
     step = min(chosen.step, power_of_2(size, 16))
     _part_kernel[(parts, triton.cdiv(batch * count, each))](
         of.hidden, rms, gated, weights.write, norm.weight.detach().contiguous(), of.head, of.ids if table else of.codes,
@@ -361,7 +359,7 @@ def transition_scores(
 
     raw, rms, heard = floats(rows, rank), floats(rows), floats(1, rows, size)
     z = torch.empty((rows, rank), dtype=u.dtype, device=device)
-    linear_rows.launch(u[0], weights.readout, raw, _product_choice(READOUT, u.dtype, rank))
+    linear_rows.launch(u[0], weights.readout, raw)
     _readout_kernel[(rows,)](
         raw, u, z, rms, rank, columns, rank**0.5, BR=power_of_2(rank), BH=power_of_2(columns), num_warps=8,
         **early(overlaps(u)),

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -164,11 +164,11 @@ def compile_first(tasks: list[tuple[str, int, Any]]) -> str | None:
     return None
 
 
-def compile_all(tasks: list[tuple[str, int, Any]], processes: int) -> None:
+def compile_all(tasks: list[Any], processes: int, compile_share: Callable[[list[Any]], str | None] = compile_first) -> None:
     """Compile in parallel, tasks dealt out so that each process has its share of each kernel."""
     shares = [tasks[i::processes] for i in range(processes)]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for failure in pool.map(compile_first, [share for share in shares if share]):
+        for failure in pool.map(compile_share, [share for share in shares if share]):
             if failure:
                 print(f"not compiled beforehand: {failure}", file=sys.stderr)
 

@@ -21,9 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from triton.errors import TritonError
 
+from benchmarks.kernels.decode import compile_all
 from benchmarks.kernels.decode_cases import MATRICES
 from benchmarks.provenance import provenance
 from dspine.common.bench.presets import cut_layers, find_preset, plain_drafter
@@ -44,7 +43,7 @@ from dspine_cuda.runtime import RUNTIME
 LENGTHS = (1, 16)
 STEPS = (("verify", 1), ("verify", 16), "draft")
 MODELS = {"Qwen/Qwen3-8B": "8b", "Qwen/Qwen3.6-35B-A3B": "35b"}  # whose matrices are tried
-SWITCHES = ("late_next", "attention_ahead", "experts_ahead", "transition_pairs")
+SWITCHES = ("late_next", "attention_ahead", "experts_ahead")
 SHAPES = (  # columns, step, warps, stages of linear_rows
     (16, 256, 4, 4), (16, 512, 4, 3), (16, 512, 4, 4), (32, 128, 4, 6), (32, 256, 4, 3), (32, 256, 4, 4), (64, 128, 4, 4),
     (64, 128, 8, 4),
@@ -156,16 +155,10 @@ def compile_share(tasks: Sequence[tuple[str, linear_rows.Launch]]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(tasks: Sequence[tuple[str, linear_rows.Launch]], processes: int) -> None:
-    """In parallel, tasks dealt out."""
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_share, [share for i in range(processes) if (share := tasks[i::processes])]))
-
-
 def descend(subject: Subject, model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Choice by choice, from today's defaults; compiled beforehand in parallel."""
     names = [name for name in MATRICES if name.startswith(model) and "head" not in name]
-    compile_all([(name, launch) for name in names for launch in launches(*MATRICES[name])], options.processes)
+    compile_all([(name, launch) for name in names for launch in launches(*MATRICES[name])], options.processes, compile_share)
     found = [measure(subject, {}, 2 * options.repeats)]
     show(found[0], "today's defaults")
     best, kept = found[0]["score"], dict[str, str]()

@@ -18,9 +18,9 @@ from benchmarks.paper.options import Options, add_arguments, options_of
 from benchmarks.paper.variants import VARIANTS, Score, Variant
 from benchmarks.provenance import provenance
 from dspine.common.errors import DSpineError
+from dspine.common.files import write_json
 from dspine_cuda.training.checkpointing import differences
 from dspine_cuda.training.config import complete_fingerprint, load_train_config
-from dspine_cuda.training.files import write_json
 
 UNFINISHED = 3
 DRAFT_CONTEXT, DRAFT_ROUNDS = 512, 50

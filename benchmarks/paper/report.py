@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.paper.options import add_arguments, options_of
 from benchmarks.paper.runner import run_variants
 from dspine.common.errors import DSpineError
-from dspine_cuda.training.files import write_json
+from dspine.common.files import write_json
 from dspine_cuda.training.intervals import ratio_interval
 
 Results = dict[str, Any]

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.paper.one import UNFINISHED, check_comparable, is_finished, read_results
 from benchmarks.paper.options import ROOT, Options
 from dspine.common.errors import DSpineError
-from dspine_cuda.training.files import write_json
+from dspine.common.files import write_json
 
 POLL_SECONDS = 0.5
 LEAST_MINUTES = 0.3  # a variant is not begun with less left: it would only compile

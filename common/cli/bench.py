@@ -31,6 +31,7 @@ from dspine.common.cli.options import DType, flag
 from dspine.common.configs import read_config
 from dspine.common.embedded import EMBEDDED_NAME
 from dspine.common.errors import BackendError, DSpineError
+from dspine.common.files import write_json
 from dspine.common.generation import load
 from dspine.common.memory import GIB, device_memory
 from dspine.common.models import AUTO_DRAFT, resolve_model
@@ -348,10 +349,10 @@ def _save(path: Path | None, report: dict[str, Any]) -> None:
     """The report as far as it goes, in place of an earlier one at once: a run that is cut leaves a whole file."""
     if path is None:
         return
-    beside = path.with_name(f"{path.name}.part")
+    if not path.parent.is_dir():
+        raise DSpineError(f"--out {path}: cannot be written (there is no folder {path.parent})")
     try:
-        beside.write_text(json_format.dumps(report, indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
+        write_json(path, report)
     except OSError as error:
         raise DSpineError(f"--out {path}: cannot be written ({error})") from error
 

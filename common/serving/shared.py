@@ -49,19 +49,22 @@ class SharedLengths(BatchLengths):
     def weigh(
         self, loops: Sequence[DecodingLoop], limits: Sequence[int], pinned: Sequence[bool] = ()
     ) -> tuple[Option, Option | None]:
-        """The planned lengths, before drafting: `BatchLengths.weigh`."""
+        """The planned lengths, before drafting: `BatchLengths.weigh`. Plain numbers: it is asked in the time of every round."""
         fixed = _flags(pinned, len(loops))
-        survival = [self.rate(loop) ** np.arange(1, max(limit, 1)) for loop, limit in zip(loops, limits, strict=True)]
-        lengths = [[limit if f else 1 for limit, f in zip(limits, fixed, strict=True)]]
-        lengths += [_lengths(w, limits, fixed) for w in _candidates(limits, fixed, self.widths)]
-        device = self.device_seconds(loops, lengths)
-        options = [Option(tried, _tokens(survival, tried), float(s)) for tried, s in zip(lengths, device, strict=True)]
-        self._expected = max(self._rate(option) for option in options)
-        return options[0], max(options[1:], key=self._rate, default=None)
+        rates = [self.rate(loop) for loop in loops]
 
-    def device_seconds(self, loops: Sequence[DecodingLoop], options: Sequence[Sequence[int]]) -> np.ndarray:
-        """Seconds of verifying and drafting, [options]."""
-        return self._verify(options) + [self._draft(lengths) for lengths in options]
+        def option(lengths: list[int]) -> Option:
+            tokens = sum(_geometric(rate, length) for rate, length in zip(rates, lengths, strict=True))
+            return Option(lengths, tokens, self.device_seconds(loops, lengths))
+
+        plain = option([limit if f else 1 for limit, f in zip(limits, fixed, strict=True)])
+        drafted = [option(_lengths(w, limits, fixed)) for w in _candidates(limits, fixed, self.widths)]
+        self._expected = max(self._rate(each) for each in (plain, *drafted))
+        return plain, max(drafted, key=self._rate, default=None)
+
+    def device_seconds(self, loops: Sequence[DecodingLoop], lengths: Sequence[int]) -> float:
+        """Seconds of verifying and drafting in a round of these lengths."""
+        return float(self._verify([lengths])[0]) + self._draft(lengths)
 
     def refine(
         self,
@@ -111,24 +114,9 @@ class GraphLengths(SharedLengths):
         """Slots and tokens of the graph that runs."""
         return self.slots.reach(1 + max(loop.slot for loop in loops)), self.width(lengths)
 
-    def weigh(self, loops: Sequence[Any], limits: Sequence[int], pinned: Sequence[bool] = ()) -> tuple[Option, Option | None]:
-        """`SharedLengths.weigh`, of the graphs. Plain numbers: a few microseconds, in the time of every round."""
-        fixed = _flags(pinned, len(loops))
-        rates = [self.rate(loop) for loop in loops]
-        size = self.slots.reach(1 + max(loop.slot for loop in loops))
-
-        def option(lengths: list[int]) -> Option:
-            tokens = sum(_geometric(rate, length) for rate, length in zip(rates, lengths, strict=True))
-            return Option(lengths, tokens, self.graph_seconds(size, self.width(lengths)))
-
-        plain = option([limit if f else 1 for limit, f in zip(limits, fixed, strict=True)])
-        drafted = [option(_lengths(w, limits, fixed)) for w in _candidates(limits, fixed, self.widths)]
-        self._expected = max(self._rate(each) for each in (plain, *drafted))
-        return plain, max(drafted, key=self._rate, default=None)
-
-    def device_seconds(self, loops: Sequence[Any], options: Sequence[Sequence[int]]) -> np.ndarray:
-        """`SharedLengths.device_seconds`, of the graphs."""
-        return np.array([self.graph_seconds(*self.graph(loops, lengths)) for lengths in options])
+    def device_seconds(self, loops: Sequence[Any], lengths: Sequence[int]) -> float:
+        """`SharedLengths.device_seconds`, of the graph that runs."""
+        return self.graph_seconds(*self.graph(loops, lengths))
 
     def graph_seconds(self, size: int, width: int) -> float:
         """Seconds of a graph by the table."""

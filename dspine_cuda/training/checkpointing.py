@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from dspine.common.errors import DSpineError
-from dspine_cuda.training.files import write_whole
+from dspine.common.files import write_whole
 
 _FULL = 1 << 26  # bytes: a disk with less has no room for a checkpoint
 

@@ -154,9 +154,9 @@ def eval_sets_command(
     progress: Annotated[bool, typer.Option("--progress/--no-progress")] = True,
 ) -> None:
     """Mean acceptance length over sets of prompts with 95 % bootstrap intervals: a table on stderr, JSON on stdout."""
+    from dspine.common.files import write_json
     from dspine_cuda.training.eval_command import EvalSettings, evaluate
     from dspine_cuda.training.eval_sets import table_text
-    from dspine_cuda.training.files import write_json
 
     settings = EvalSettings(
         drafter=drafter,

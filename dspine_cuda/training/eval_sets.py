@@ -18,9 +18,9 @@ import numpy as np
 
 from dspine.common.configs import CONDITIONAL
 from dspine.common.errors import DSpineError
+from dspine.common.files import write_whole
 from dspine.common.tokenizer import Tokenizer, encode_prompt
 from dspine_cuda.training.cached_generator import generator_for
-from dspine_cuda.training.files import write_whole
 from dspine_cuda.training.generator import Job
 from dspine_cuda.training.intervals import acceptance_interval
 from dspine_cuda.training.loops import cut_loop

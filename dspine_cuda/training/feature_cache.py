@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dspine.common.errors import DSpineError
+from dspine.common.files import write_json
 from dspine_cuda.training.data import Conversation, PackedRows, pack_epoch, pack_rows
-from dspine_cuda.training.files import write_json
 from dspine_cuda.training.masks import document_mask
 from dspine_cuda.training.progress import progress_bar
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dspine.common.environment import process_group
 from dspine.common.errors import BackendError, DSpineError
+from dspine.common.files import raise_disk_full
 from dspine.common.models import resolve_model
 from dspine_cuda.drafter import DrafterModel, TorchDrafter
 from dspine_cuda.training.batches import Batch, make_batch
@@ -28,7 +29,6 @@ from dspine_cuda.training.devices import own_device
 from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
 from dspine_cuda.training.export import export_drafter
 from dspine_cuda.training.feature_cache import FeatureCache
-from dspine_cuda.training.files import raise_disk_full
 from dspine_cuda.training.initial import choose_mask_token, drafter_config, new_model, starting_model, state_arrays
 from dspine_cuda.training.losses import LossSums, combine
 from dspine_cuda.training.meter import Meter

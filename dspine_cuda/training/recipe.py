@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from dspine.common.errors import DSpineError
+from dspine.common.files import write_json
 from dspine.common.models import resolve_model
 from dspine.common.tokenizer import encode_prompt, load_tokenizer
 from dspine_cuda.training.cached_generator import CachedGenerator, generator_for
 from dspine_cuda.training.data import load_conversations
-from dspine_cuda.training.files import json_lines, read_json, write_json, write_jsonl, write_shard
+from dspine_cuda.training.files import json_lines, read_json, write_jsonl, write_shard
 from dspine_cuda.training.generator import Answer, BatchGenerator, Job
 from dspine_cuda.training.progress import Advance, progress_bar
 from dspine_cuda.training.prompts import Distinct, Prompt, read_prompts, usable_prompt, user_turn

@@ -109,7 +109,7 @@ def test_graphs_are_paid_for_whole(graphs):
     assert graphs.graph(loops, [5, 3]) == (8, 8) and graphs.graph(loops, [1, 1]) == (8, 1)
     assert graphs.graph(loops[:1], [16]) == (1, 16) and graphs.graph(loops[:1], [13]) == (1, 16)
     for lengths, graph in (([5, 3], (8, 8)), ([16, 1], (8, 16)), ([1, 1], (8, 1))):
-        assert graphs.device_seconds(loops, [lengths])[0] == pytest.approx(flat(*graph))
+        assert graphs.device_seconds(loops, lengths) == pytest.approx(flat(*graph))
     for loop in loops:
         graphs._rates[loop] = 0.6
     assert graphs.plan(loops, [16, 16]) in ([4, 4], [8, 8])  # the host costs nothing here: by the device
@@ -142,11 +142,15 @@ def test_plain_numbers_are_the_arrays(graphs, count):
     for loop in loops:
         graphs.observe(loop, 7, loop.slot % 8)
     limits = [1 + (5 * loop.slot + 7) % 16 for loop in loops]
-    for pinned in ((), [loop.slot % 3 == 1 for loop in loops]):
-        got, want = graphs.weigh(loops, limits, pinned), super(GraphLengths, graphs).weigh(loops, limits, pinned)
-        for one, other in zip(got, want, strict=True):
-            assert one.lengths == other.lengths
-            assert (one.tokens, one.device) == pytest.approx((other.tokens, other.device), rel=1e-12)
+    rates = np.array([graphs.rate(loop) for loop in loops])
+    for fixed in ([False] * count, [loop.slot % 3 == 1 for loop in loops]):
+        for option in graphs.weigh(loops, limits, fixed):
+            if option is not None:
+                tokens = sum((rates[r] ** np.arange(length)).sum() for r, length in enumerate(option.lengths))
+                size, width = graphs.graph(loops, option.lengths)
+                device = costs.verify_seconds(size, np.array([size * width]))[0] + (width > 1) * costs.draft_seconds(size)
+                assert (option.tokens, option.device) == pytest.approx((tokens, device), rel=1e-12)
+                assert all(n == limit for n, limit, f in zip(option.lengths, limits, fixed, strict=True) if f)
 
 
 def test_what_a_round_takes_of_the_host(monkeypatch):

@@ -71,10 +71,10 @@ def test_cycles(toy, args, tmp_path, monkeypatch):
         write(place, result)
         files.append(json.loads(place.read_text()))
 
-    write = serving.write
+    write = serving.write_json
     monkeypatch.setattr(serving, "block", counted)
     monkeypatch.setattr(serving, "_row", timed)
-    monkeypatch.setattr(serving, "write", kept)
+    monkeypatch.setattr(serving, "write_json", kept)
     monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
     prompts = serving.read_prompts(args.prompts, args.sets.split(","), 2)
     args.out, args.budget, args.ignore_eos, args.per_client = tmp_path / "load.json", 0.0, True, 3
