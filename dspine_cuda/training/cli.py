@@ -59,6 +59,9 @@ def data_command(
     ] = None,
     self_prompts: Annotated[int, typer.Option("--self-prompts", help="Prompts that the target writes itself.")] = 0,
     prompt_temperature: Annotated[list[float] | None, typer.Option("--prompt-temperature", help="Default: 0.8, 1.0.")] = None,
+    opened_share: Annotated[
+        float, typer.Option("--opened-share", help="Share of those that begin with the first words of a prompt of --prompts.")
+    ] = 0.0,
     greedy_share: Annotated[float, typer.Option("--greedy-share", help="Share of answers at temperature 0.")] = 0.6,
     temperature: Annotated[float, typer.Option("--temperature", help="Of the other answers.")] = 0.8,
     max_prompt_tokens: Annotated[int, typer.Option("--max-prompt-tokens", help="With the chat template.")] = 320,
@@ -79,6 +82,7 @@ def data_command(
         exclude=tuple(str(path) for path in exclude or ()),
         self_prompts=self_prompts,
         prompt_temperatures=tuple(prompt_temperature or RecipeSettings.prompt_temperatures),
+        opened_share=opened_share,
         greedy_share=greedy_share,
         temperature=temperature,
         max_prompt_tokens=max_prompt_tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -41,6 +42,7 @@ class RecipeSettings:
     exclude: tuple[str, ...] = ()  # evaluation prompts, which must not be trained on
     self_prompts: int = 0
     prompt_temperatures: tuple[float, ...] = (0.8, 1.0)
+    opened_share: float = 0.0  # of the target's own prompts: those that begin with the first words of a file's prompt
     greedy_share: float = 0.6
     temperature: float = 0.8
     max_prompt_tokens: int = 320
@@ -52,9 +54,14 @@ class RecipeSettings:
         """DSpineError for values that make no sense."""
         if not self.prompts and self.self_prompts < 1:
             raise DSpineError("no prompts: give a file with --prompts, or let the target write some with --self-prompts N")
+        if self.opened_share and not (self.prompts and self.self_prompts):
+            raise DSpineError(
+                "--opened-share takes first words from the prompts of --prompts for those of --self-prompts: give both"
+            )
         heats = self.prompt_temperatures
         rules = (
             ("--self-prompts", self.self_prompts >= 0, "0 or more"),
+            ("--opened-share", 0 <= self.opened_share <= 1, "0..1"),
             ("--greedy-share", 0 <= self.greedy_share <= 1, "0..1"),
             ("--temperature", 0 < self.temperature <= 10, "above 0, at most 10"),
             ("--prompt-temperature", bool(heats) and all(0 < heat <= 10 for heat in heats), "above 0, at most 10"),
@@ -94,7 +101,7 @@ class Recipe:
         """A folder belongs to one recipe: another one would mix into its files."""
         path, wanted = self.output / "recipe.json", json.loads(json.dumps(asdict(self.settings)))
         if path.is_file():
-            stored = read_json(path)
+            stored = json.loads(json.dumps(asdict(RecipeSettings("")))) | read_json(path)  # settings newer than the folder
             changed = [f"{k}: {stored.get(k)!r} there, {v!r} now" for k, v in wanted.items() if stored.get(k) != v]
             if changed:
                 raise DSpineError(f"{self.output} was begun with other settings ({'; '.join(changed)}); use another folder")
@@ -155,7 +162,7 @@ class Recipe:
         for number in range(MAX_ROUNDS_FACTOR * rounds):
             if len(own) >= settings.self_prompts:
                 break
-            own += [text for text in self._round(number, len(own)) if usable_prompt(text) and distinct.add(text)]
+            own += [text for text in self._round(number, len(own), kept) if usable_prompt(text) and distinct.add(text)]
         if len(own) < settings.self_prompts:
             raise DSpineError(
                 f"the target wrote only {len(own)} distinct prompts in {MAX_ROUNDS_FACTOR * rounds} rounds of {ROUND}; ask for "
@@ -165,8 +172,9 @@ class Recipe:
         order = np.random.default_rng([settings.seed, 0]).permutation(len(prompts))
         return [prompts[i] for i in order]
 
-    def _round(self, number: int, before: int) -> list[str]:
-        """Texts of one round of user turns, from its file or made now. before: prompts that earlier rounds gave."""
+    def _round(self, number: int, before: int, examples: list[str]) -> list[str]:
+        """Texts of one round of user turns, from its file or made now. before: prompts that earlier rounds gave; examples: the
+        files' prompts, whose first words open `opened_share` of the turns."""
         path = self.output / "prompts" / f"round_{number:05d}.jsonl"
         if not path.is_file():
             settings, turn = self.settings, user_turn(self.tokenizer)
@@ -174,7 +182,11 @@ class Recipe:
             if room < 1:
                 raise DSpineError(f"--max-prompt-tokens must be above the chat template's own {turn.overhead} tokens")
             count = min(ROUND, max(64, 2 * settings.self_prompts))
-            jobs = (Job(number * ROUND + i, turn.opening, room, heats[i % len(heats)]) for i in range(count))
+            opened = self._first_words(number, count, examples, room // 2)
+            jobs = (
+                Job(number * ROUND + i, np.concatenate([turn.opening, words]), room - len(words), heats[i % len(heats)])
+                for i, words in enumerate(opened)
+            )
             generator = self._generator(len(turn.opening) + room, self.tokenizer.stop_ids | turn.ends)
             answers, kept = [], f"{before} of {settings.self_prompts} prompts from earlier rounds"
             with progress_bar(count, self.progress, f"round {number + 1}: texts", every_call=False) as advance:
@@ -182,11 +194,26 @@ class Recipe:
                     answers.append(answer)
                     advance(len(answers), kept)
             answers.sort(key=lambda a: a.job.number)
-            write_jsonl(path, [self.tokenizer.decode(a.tokens[:-1].tolist()).strip() for a in answers if a.reason == "stop"])
+            texts = [
+                np.concatenate([opened[a.job.number - number * ROUND], a.tokens[:-1]]) for a in answers if a.reason == "stop"
+            ]
+            write_jsonl(path, [self.tokenizer.decode(text.tolist()).strip() for text in texts])
         try:
             return [json.loads(line) for line in json_lines(path.read_text(encoding="utf-8")) if line]
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DSpineError(f"{path}: damaged ({error}); delete it to have it made again") from error
+
+    def _first_words(self, number: int, count: int, examples: list[str], limit: int) -> list[np.ndarray]:
+        """How each of a round's turns begins, int64 [n]: empty, or 3 words to half of an example, at most `limit` tokens."""
+        rng = np.random.default_rng([self.settings.seed, 2, number])
+        starts = [np.zeros(0, dtype=np.int64)] * count
+        for i in np.flatnonzero(rng.random(count) < self.settings.opened_share):
+            text = examples[rng.integers(len(examples))]
+            ends = [match.end() for match in re.finditer(r"\S+", text)]
+            if len(ends) >= 6:
+                words = self.tokenizer.encode(text[: ends[rng.integers(2, len(ends) // 2)]])
+                starts[i] = np.array(words if len(words) <= limit else words[:limit], dtype=np.int64)
+        return starts
 
     def _encode(self, prompts: list[str]) -> tuple[list[np.ndarray], int]:
         """Token ids as `dspine generate` would make them; prompts over the limit are counted, not cut."""

@@ -93,6 +93,37 @@ def test_the_target_writes_its_own_prompts(model: Path, tmp_path: Path) -> None:
     assert prompts == recipe(model, tmp_path, "again", prompts=(), self_prompts=5).collect_prompts()
 
 
+def test_prompts_opened_with_the_first_words_of_a_file(model: Path, tmp_path: Path) -> None:
+    """Every opened turn begins as an example does, no longer than half of it; the others begin as the target likes."""
+    made = recipe(model, tmp_path, "opened", self_prompts=5, opened_share=1.0)
+    examples = [p.turns[0] for p in read_prompts(tmp_path / "prompts.jsonl")]
+    starts = made._first_words(0, 200, examples, 8)
+    texts = [made.tokenizer.decode(start.tolist()).strip() for start in starts]
+    assert {len(text.split()) for text in texts} == {3} and len(set(texts)) > 5  # examples have six words
+    assert all(any(example.startswith(text) for example in examples) for text in texts)
+    assert all(len(start) <= 2 for start in made._first_words(0, 50, examples, 2))
+    assert not any(map(len, recipe(model, tmp_path, "none", self_prompts=5)._first_words(0, 50, examples, 8)))
+    prompts = made.collect_prompts()
+    own = [text for text in prompts if text not in examples]
+    assert len(own) == 5 and all(any(text.startswith(start) for start in set(texts)) for text in own)
+    assert recipe(model, tmp_path, "opened", self_prompts=5, opened_share=1.0).collect_prompts() == prompts
+    with pytest.raises(DSpineError, match="--opened-share takes first words"):
+        recipe(model, tmp_path, "bad", self_prompts=0, opened_share=0.5)
+    with pytest.raises(DSpineError, match=r"--opened-share must be 0..1"):
+        recipe(model, tmp_path, "bad2", opened_share=1.5)
+
+
+def test_a_folder_of_an_older_version_goes_on(model: Path, tmp_path: Path) -> None:
+    recipe(model, tmp_path, "old")
+    path = tmp_path / "old" / "recipe.json"
+    stored = json.loads(path.read_text())
+    assert stored.pop("opened_share") == 0.0
+    path.write_text(json.dumps(stored))
+    recipe(model, tmp_path, "old")
+    with pytest.raises(DSpineError, match=r"opened_share: 0.0 there, 0.5 now"):
+        recipe(model, tmp_path, "old", opened_share=0.5)
+
+
 def test_a_full_disk_is_one_line_and_leaves_no_half_file(model: Path, tmp_path: Path, monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
