@@ -7,8 +7,6 @@ the stream is two integers and a resumed run sees the very same rows.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ import numpy as np
 from dspine.common.errors import DSpineError
 from dspine.common.models import resolve_model
 from dspine.common.tokenizer import load_tokenizer
-from dspine_cuda.training.files import write_jsonl
+from dspine_cuda.training.files import read_npz, write_jsonl
 from dspine_cuda.training.formats import export_rows, normal_messages, read_rows, tokens_of_ids, tokens_of_text
 from dspine_cuda.training.masks import NO_DOCUMENT
 
@@ -72,20 +70,7 @@ def load_conversations(path: Path | str, tokenizer: Callable[[], Any] | None = N
 
 
 def _read_shard(path: Path) -> list[Conversation]:
-    try:
-        with path.open("rb") as file, np.load(file) as shard:  # numpy leaves a damaged file of its own opening open
-            arrays = {name: shard[name] for name in shard.files}
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        TypeError,
-        MemoryError,
-        NotImplementedError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
-        raise DSpineError(f"{path}: not a readable npz shard ({error}); delete it or have it made again") from error
+    arrays = read_npz(path)
     missing = [name for name in _SHARD_KEYS if name not in arrays]
     if missing:
         raise DSpineError(f"{path}: shard lacks {', '.join(missing)}; expected {', '.join(_SHARD_KEYS)} and greedy")
@@ -136,19 +121,24 @@ def _conversation_of(row: dict[str, Any], tokenizer: Any, where: str) -> Convers
 
 
 def tokenize_conversation(messages: list[dict[str, str]], tokenizer: Any, where: str, greedy: bool = False) -> Conversation:
-    """Chat template over the whole conversation; every assistant turn (its end token included) is supervised."""
+    """Chat template over the whole conversation; every assistant turn (its end token included) is supervised, but for one that
+    nothing comes before: the target is never asked to open a conversation."""
+    from jinja2 import TemplateError
 
     if not getattr(tokenizer, "chat_template", True):
         raise DSpineError(f"{where}: the target has no chat template; give input_ids with loss_mask instead")
 
     def render(count: int, prompt: bool) -> list[int]:
-        text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+        try:
+            text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+        except (TemplateError, ValueError) as error:
+            raise DSpineError(f"{where}: the target's chat template refuses the conversation: {error}") from error
         return tokenizer.encode(text, add_special_tokens=False)
 
     ids = render(len(messages), False)
     supervised = np.zeros(len(ids), dtype=bool)
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index == 0:
             continue
         before, after = render(index, True), render(index + 1, False)
         if ids[: len(before)] != before or ids[: len(after)] != after:

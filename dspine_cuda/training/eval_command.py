@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,11 +107,18 @@ def _simulated(settings: EvalSettings, sets: list[PromptSet]) -> dict[str, Any]:
             "temperatures": blocks}  # fmt: skip
 
 
+def _digest(sets: list[PromptSet]) -> str:
+    """Of what is asked, so that answers to other prompts under the same file name are not taken for these."""
+    asked = [[[p.system, *p.turns] for p in s.prompts] for s in sets]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+
 def texts_of(settings: EvalSettings, target: Any, tokenizer: Any, sets: list[PromptSet], heat: float) -> list[SetText]:
     """The target's answers at one temperature: from `settings.texts` if they are there, else made (and kept there)."""
     facts = {
         "model": settings.model, "temperature": heat, "max_tokens": settings.max_tokens, "count": settings.count,
         "seed": settings.seed, "dtype": settings.dtype, "sets": [s.name for s in sets],
+        "prompts": _digest(sets),
     }  # fmt: skip
     path = None if settings.texts is None else settings.texts / f"texts_{heat:g}.npz"
     if path is not None and path.is_file():

@@ -21,6 +21,7 @@ from dspine.common.errors import DSpineError
 from dspine.common.files import write_whole
 from dspine.common.tokenizer import Tokenizer, encode_prompt
 from dspine_cuda.training.cached_generator import generator_for
+from dspine_cuda.training.files import read_npz
 from dspine_cuda.training.generator import Job
 from dspine_cuda.training.intervals import acceptance_interval
 from dspine_cuda.training.loops import cut_loop
@@ -30,6 +31,7 @@ from dspine_cuda.training.simulate import Rounds, Text, simulate
 log = logging.getLogger("dspine.training")
 SETS = ("gsm8k", "math500", "humaneval", "mbpp", "livecodebench", "mt-bench", "arena-hard-v2")
 FAMILIES = {"math": ("gsm8k", "math500"), "code": ("humaneval", "mbpp", "livecodebench"), "chat": ("mt-bench", "arena-hard-v2")}
+_TEXT_KEYS = ("tokens", "lengths", "starts", "numbers", "prompts", "looping", "sets", "facts")
 _TURNS = 16  # numbers of texts are prompt * _TURNS + turn
 
 
@@ -79,7 +81,7 @@ def write_texts(
     batch: int | None = None,
 ) -> list[SetText]:
     """The target's answers to every turn, all prompts at once, turn after turn; prompts that leave no room are left out
-    (counted in a warning)."""
+    (counted in a warning). DSpineError for a set that is left without any."""
     items = [(s.name, index, prompt) for s in sets for index, prompt in enumerate(s.prompts)]
     answers: list[list[str]] = [[] for _ in items]
     texts: list[SetText] = []
@@ -113,6 +115,12 @@ def write_texts(
             texts.append(SetText(items[i][0], items[i][1], text, cut_loop(answer.tokens) is not None))
         alive = list(fitting)
         del generator
+    for prompts in sets:
+        if all(text.set_name != prompts.name for text in texts):
+            raise DSpineError(
+                f"set {prompts.name}: none of its {len(prompts.prompts)} prompts leaves room for --max-tokens {max_tokens} in "
+                f"the target's context of {target.info.context_length}"
+            )
     return sorted(texts, key=lambda t: t.text.number)
 
 
@@ -139,19 +147,22 @@ def save_texts(path: Path, texts: Sequence[SetText], facts: dict[str, Any]) -> P
 
 def load_texts(path: Path, facts: dict[str, Any]) -> list[SetText]:
     """Texts as `save_texts` wrote them; DSpineError where they were made of something else."""
-    with np.load(path) as arrays:
-        stored = json.loads(str(arrays["facts"]))
-        wanted = json.loads(json.dumps(facts, sort_keys=True))
-        changed = [f"{k}: {stored.get(k)!r} there, {v!r} now" for k, v in wanted.items() if stored.get(k) != v]
-        if changed:
-            raise DSpineError(f"{path}: texts made with other settings ({'; '.join(changed)}); name another file")
-        ends = np.cumsum(arrays["lengths"])
-        columns = (arrays[k] for k in ("lengths", "starts", "numbers", "prompts", "looping", "sets"))
-        tokens = arrays["tokens"].astype(np.int64)
-        return [
-            SetText(str(name), int(prompt), Text(tokens[end - length : end], int(start), int(number)), bool(loop))
-            for end, (length, start, number, prompt, loop, name) in zip(ends, zip(*columns, strict=True), strict=True)
-        ]
+    arrays = read_npz(path, "file of texts")
+    missing = [name for name in _TEXT_KEYS if name not in arrays]
+    if missing:
+        raise DSpineError(f"{path}: not a file of texts (it lacks {', '.join(missing)}); delete it to have it made again")
+    stored, ends = json.loads(str(arrays["facts"])), np.cumsum(arrays["lengths"])
+    wanted = json.loads(json.dumps(facts, sort_keys=True))
+    stored.setdefault("prompts", wanted.get("prompts"))  # files of older versions do not say
+    changed = [f"{k}: {stored.get(k)!r} there, {v!r} now" for k, v in wanted.items() if stored.get(k) != v]
+    if changed:
+        raise DSpineError(f"{path}: texts made with other settings ({'; '.join(changed)}); name another file")
+    columns = (arrays[k] for k in ("lengths", "starts", "numbers", "prompts", "looping", "sets"))
+    tokens = arrays["tokens"].astype(np.int64)
+    return [
+        SetText(str(name), int(prompt), Text(tokens[end - length : end], int(start), int(number)), bool(loop))
+        for end, (length, start, number, prompt, loop, name) in zip(ends, zip(*columns, strict=True), strict=True)
+    ]
 
 
 def score_texts(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +31,24 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DSpineError(f"{path}: damaged ({error}); delete it to have it made again") from error
+
+
+def read_npz(path: Path, what: str = "npz shard") -> dict[str, np.ndarray]:
+    """All arrays of an npz file; a damaged one is a DSpineError that calls it `what`."""
+    try:
+        with path.open("rb") as file, np.load(file) as content:  # numpy leaves a damaged file of its own opening open
+            return {name: content[name] for name in content.files}
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        TypeError,
+        MemoryError,
+        NotImplementedError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise DSpineError(f"{path}: not a readable {what} ({error}); delete it or have it made again") from error
 
 
 def json_lines(text: str) -> list[str]:

@@ -150,6 +150,9 @@ def test_assistant_turns_are_supervised(tmp_path) -> None:
     conversation = tokenize_conversation(messages, WordTokenizer(), "x")
     text = "".join(chr(t) for t in conversation.tokens)
     assert "".join(c for c, s in zip(text, conversation.supervised, strict=True) if s) == "yo|ok|"
+    opened = tokenize_conversation([{"role": "assistant", "content": "Hello"}, *messages], WordTokenizer(), "x")
+    text = "".join(chr(t) for t in opened.tokens)
+    assert "".join(c for c, s in zip(text, opened.supervised, strict=True) if s) == "yo|ok|"  # what answers nothing is context
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"conversations": messages}) + "\n\n")
     assert len(load_conversations(path, WordTokenizer)) == 1
@@ -177,12 +180,15 @@ def test_specforge_rows_are_read_as_they_are(tmp_path) -> None:
         np.testing.assert_array_equal(conversation.tokens, ids["input_ids"])
         np.testing.assert_array_equal(conversation.supervised, np.array(ids["loss_mask"], dtype=bool))
     assert len(loaded) == 3
+    strict = load_tokenizer(write_tokenizer(tmp_path, template="{{ raise_exception('user must begin') }}")).backend
     bare = load_tokenizer(write_tokenizer(tmp_path, template=None)).backend
     for row, chosen, message in (
         ({"conversations": []}, tokenizer, "the conversation is empty"),
         ({"conversations": [{"role": "robot", "content": "w9"}]}, tokenizer, "message 0 has role 'robot'"),
         ({"conversations": [{"role": "user", "content": "w9"}]}, tokenizer, "no supervised token in 1 conversations"),
         ({"conversations": chat}, bare, "the target has no chat template"),
+        ({"conversations": chat}, strict, "rows.jsonl:1: the target's chat template refuses the conversation: user must begin"),
+        ({"conversations": [{"from": "gpt", "value": "w9"}]}, tokenizer, "no supervised token in 1 conversations"),
         ({"text": "w9 w10"}, tokenizer, "no assistant turn in the text"),
         ({"text": text}, bare, "the target has no chat template"),
         ({"input_ids": [1, 2]}, tokenizer, "input_ids need a loss_mask"),

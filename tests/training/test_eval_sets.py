@@ -163,6 +163,43 @@ def test_texts_are_kept_and_belong_to_their_settings(place: Path, tmp_path: Path
     assert [t.prompt for t in texts] == [0, 0] and texts[1].text.start > texts[0].text.start
 
 
+def test_damaged_and_foreign_texts_are_named(place: Path, tmp_path: Path) -> None:
+    """A cut file, another file under the name, other prompts in a file of the same name; one made before prompts were noted."""
+    own = tmp_path / "a.jsonl"
+    own.write_bytes((place / "sets" / "a.jsonl").read_bytes())
+    settings = settings_of(place, prompts=(own,), texts=tmp_path, temperatures=(0.0,))
+    first, path = evaluate(settings), tmp_path / "texts_0.npz"
+    whole = path.read_bytes()
+    for content in (b"", whole[:200], whole[:-30]):
+        path.write_bytes(content)
+        with pytest.raises(DSpineError, match="texts_0.npz: not a readable file of texts .*; delete it"):
+            evaluate(settings)
+    np.savez(path, tokens=np.arange(4))
+    with pytest.raises(DSpineError, match="not a file of texts .it lacks lengths, starts"):
+        evaluate(settings)
+    path.write_bytes(whole)
+    prompt_file(own, 6, seed=3)
+    with pytest.raises(DSpineError, match="texts made with other settings .prompts: "):
+        evaluate(settings)
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    content["facts"] = np.array(json.dumps({k: v for k, v in json.loads(str(content["facts"])).items() if k != "prompts"}))
+    np.savez(path, **content)
+    assert evaluate(settings) == first
+
+
+def test_a_set_without_room_for_answers_is_an_error(place: Path, tmp_path: Path) -> None:
+    """Its figure would be nothing's mean; single prompts that are too long are left out."""
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps("w9 " * 250) + "\n")
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text(json.dumps("w9 w10 w11") + "\n" + json.dumps("w9 " * 250) + "\n")
+    blocks = evaluate(settings_of(place, prompts=(mixed,), temperatures=(0.0,)))["temperatures"]
+    assert blocks["0"]["sets"]["mixed"]["prompts"] == 1
+    with pytest.raises(DSpineError, match="set long: none of its 1 prompts leaves room for --max-tokens 20 in .* of 256"):
+        evaluate(settings_of(place, prompts=(mixed, long), temperatures=(0.0,)))
+
+
 def test_intervals() -> None:
     rng = np.random.default_rng(0)
     rounds = rng.integers(5, 40, 200)
