@@ -13,9 +13,10 @@ from typing import Any
 
 from dspine.common.decoding import DecodingLoop, DecodingParams, TokenEvent, resolve_acceptance
 from dspine.common.errors import DSpineError
-from dspine.common.memory import GIB, CacheOptions, device_memory, plan_memory
+from dspine.common.memory import GIB, CacheOptions, device_memory, plan_on
 from dspine.common.models import find_draft, resolve_model
 from dspine.common.protocols import Engine, Runtime
+from dspine.common.runtimes import place_of
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.calibration import device_class
 from dspine.common.selection.choose import PolicyChoice, choose_policy
@@ -63,6 +64,7 @@ def load(
     backend_reason: str = "asked for",
     cache: CacheOptions | None = None,
     plan_tokens: int = PLAN_TOKENS,
+    plan_chunk: int = 512,
     announce: Callable[[str], None] | None = None,
     graphs: str = "auto",
 ) -> Engine:
@@ -70,9 +72,10 @@ def load(
 
     model: `smollm2`, a folder, or a hub id. draft_model: `auto` (the known pair, a note where there is none), None (plain
     decoding), a folder or a hub id. A drafter that was named and does not load is an error, never a silent fallback.
-    cache: how K/V are kept. Before anything is loaded, the memory of the pair with `plan_tokens` in its caches is handed to
-    `announce` as a line, and refused with the numbers where it cannot fit. graphs: whole rounds as CUDA graphs, `auto`, `on`
-    (an error where they cannot run) or `off`; `Engine.rounds_reason` says what was taken.
+    cache: how K/V are kept. Before anything is loaded, the memory of the pair with `plan_tokens` in its caches and a prompt
+    read `plan_chunk` tokens at a time is handed to `announce` as a line, and refused with the numbers where it cannot fit.
+    graphs: whole rounds as CUDA graphs, `auto`, `on` (an error where they cannot run) or `off`; `Engine.rounds_reason` says
+    what was taken.
     """
     cache = cache or CacheOptions()
     check_cache_options(runtime, cache)
@@ -83,7 +86,8 @@ def load(
         draft_folder, reason = find_draft(draft_model, model)
         if draft_folder is None or reason.startswith("published"):
             notes.append(reason)
-    _check_memory(runtime, folder, draft_folder, device=device, dtype=dtype, tokens=plan_tokens, cache=cache, announce=announce)
+    planned = {"tokens": plan_tokens, "chunk": plan_chunk, "cache": cache}
+    _check_memory(runtime, folder, draft_folder, device=device, dtype=dtype, announce=announce, **planned)
     options = {} if cache.plain else {"cache": cache}
     target = runtime.load_target(folder, device=device, dtype=dtype, **options)
     drafter = runtime.load_drafter(draft_folder, target) if draft_folder is not None else None
@@ -145,16 +149,15 @@ def _check_memory(
     device: str,
     dtype: str,
     tokens: int,
+    chunk: int,
     cache: CacheOptions,
     announce: Callable[[str], None] | None,
 ) -> None:
     """Refuse a pair that does not fit the device; runtimes that cannot tell their memory are not checked."""
     if not hasattr(runtime, "device_memory"):
         return
-    name = device if device != "auto" else (runtime.availability().devices or ("cpu",))[0]
-    plan = plan_memory(
-        folder, draft_folder, tokens=tokens, dtype=dtype, widen=runtime.name == "mlx" and name == "cpu", options=cache
-    )
+    name = place_of(runtime, device)
+    plan = plan_on(runtime, name, folder, draft_folder, tokens=tokens, dtype=dtype, options=cache, chunk=chunk)
     memory = device_memory(runtime, name)
     if announce is not None:
         announce(f"memory: {plan.line()}; {memory.usable / GIB:.2f} GiB usable on {name} ({memory.source})")

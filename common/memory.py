@@ -6,12 +6,14 @@ Bytes are exact for weights and caches (`docs/mac.md` has the formulas); activat
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dspine.common.checkpoints import expected_tensors
 from dspine.common.configs import DrafterConfig, load_drafter_config, read_config
 from dspine.common.errors import CheckpointError, DSpineError
 
@@ -86,27 +88,47 @@ def plan_memory(
     *,
     tokens: int,
     dtype: str = "auto",
-    widen: bool = False,
+    packed: bool = False,
     options: CacheOptions | None = None,
     chunk: int = 512,
 ) -> MemoryPlan:
     """What a target of `folder`, its drafter, and their caches for `tokens` tokens take.
 
-    dtype: `auto` keeps the stored formats; `widen` says that this backend runs quantised weights' scales in float32.
+    dtype: `auto` keeps the stored formats, `float32` where the runtime runs this model wide. packed: a quantised drafter stays
+    packed in memory. `chunk`: prompt tokens that are read at a time.
     """
     card = read_config(folder)
     options = options or CacheOptions()
-    quantized = bool(card.get("quantization") or card.get("quantization_config"))
     stored = stored_bytes(folder)
-    item = _item_size(stored, "float32" if widen and quantized else dtype)
-    parts = [("weights", weight_bytes(stored, None if dtype == "auto" and not (widen and quantized) else item))]
+    item = _item_size(stored, dtype)
+    parts = [("weights", weight_bytes(stored, None if dtype == "auto" else item))]
     parts += cache_parts(card, tokens, item, options)
     if draft_folder is not None:
         config = load_drafter_config(draft_folder)
-        parts.append(("drafter", draft_bytes(config, draft_folder, item)))
+        parts.append(("drafter", draft_bytes(config, draft_folder if packed else None, item)))
         parts.append(("drafter context", draft_context_bytes(config, tokens, item)))
     parts.append(("activations", activation_bytes(card, chunk, item)))
     return MemoryPlan(tokens, tuple(parts))
+
+
+def plan_on(
+    runtime: Any,
+    device: str,
+    folder: Path,
+    draft_folder: Path | None,
+    *,
+    tokens: int,
+    dtype: str = "auto",
+    options: CacheOptions | None = None,
+    chunk: int = 512,
+) -> MemoryPlan:
+    """`plan_memory` with what this runtime makes of the stored formats on this device: `runs_wide` (a config.json, device) says
+    whether it runs a model in float32 unless told otherwise, `packs_drafters` (device) whether drafters stay packed."""
+    wide, packs = getattr(runtime, "runs_wide", None), getattr(runtime, "packs_drafters", None)
+    if dtype == "auto" and wide is not None and wide(read_config(folder), device):
+        dtype = "float32"
+    packed = packs is not None and packs(device)
+    return plan_memory(folder, draft_folder, tokens=tokens, dtype=dtype, packed=packed, options=options, chunk=chunk)
 
 
 def stored_bytes(folder: Path) -> dict[str, int]:
@@ -213,10 +235,13 @@ def cache_parts(card: dict[str, Any], tokens: int, item: int, options: CacheOpti
     return [("K/V", size), ("linear-attention states", states)]
 
 
-def draft_bytes(config: DrafterConfig, folder: Path, item: int) -> int:
-    """Weights of a drafter, and its transfer codes [V, r] where it has them."""
+def draft_bytes(config: DrafterConfig, folder: Path | None, item: int) -> int:
+    """Weights of a drafter, and its transfer codes [V, r] where it has them. folder: as stored there, packed matrices as they
+    are; None: every number whole."""
     codes = config.vocab_size * config.dspine.transfer_rank if config.dspine is not None else 0
-    return weight_bytes(stored_bytes(folder), item) + codes * item
+    if folder is not None:
+        return weight_bytes(stored_bytes(folder), item) + codes * item
+    return (sum(math.prod(shape) for shape in expected_tensors(config).values()) + codes) * item
 
 
 def draft_context_bytes(config: DrafterConfig, tokens: int, item: int) -> int:

@@ -47,6 +47,18 @@ def choose_runtime(name: str = AUTO) -> tuple[Runtime, str]:
     raise BackendError(f"no runtime can run here: {listed or 'none is registered, reinstall dspine'}")
 
 
+def place_of(runtime: Runtime, device: str) -> str:
+    """The device a pair would go to: `device`, for `auto` the runtime's first. BackendError for a kind that is not here."""
+    devices = runtime.availability().devices or ("cpu",)
+    if device == AUTO:
+        return devices[0]
+    if device.partition(":")[0] not in {name.partition(":")[0] for name in devices}:
+        raise BackendError(
+            f"device {device!r} is not there for {runtime.name}; here: {', '.join(devices)}; or leave --device at auto"
+        )
+    return device
+
+
 def on_apple_silicon() -> bool:
     """Whether this is a Mac with an Apple chip (Metal itself is for the MLX runtime to confirm)."""
     return sys.platform == "darwin" and platform.machine() == "arm64"

@@ -95,6 +95,17 @@ class MlxRuntime:
         working = int(facts.get("max_recommended_working_set_size") or facts.get("free_memory") or total)
         return DeviceMemory(total, working, "recommended working set" if device == "metal" else "free device memory")
 
+    def runs_wide(self, card: dict[str, Any], device: str) -> bool:
+        """For memory plans: whether a model with this config.json runs in float32 unless told otherwise, as `load_target` says:
+        on the CPU, quantised ones and those with experts."""
+        facts = {**card, **(card.get("text_config") or {})}
+        names = ("quantization", "quantization_config", "num_experts", "num_local_experts", "n_routed_experts")
+        return device == "cpu" and any(facts.get(name) for name in names)
+
+    def packs_drafters(self, device: str) -> bool:
+        """For memory plans: whether `load_drafter` leaves quantised matrices packed."""
+        return device != "cpu"
+
     def timer(self, device: str) -> Timer:
         """The host's clock, after MLX has computed what a mark is given."""
         self._require()

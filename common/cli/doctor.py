@@ -27,11 +27,11 @@ from dspine.common.configs import load_drafter_config, read_config
 from dspine.common.embedded import EMBEDDED_NAME, embedded_folder, is_prepared
 from dspine.common.environment import kernel_choice
 from dspine.common.errors import BackendError, DSpineError
-from dspine.common.memory import GIB, CacheOptions, device_memory, host_memory, plan_memory
+from dspine.common.memory import GIB, CacheOptions, device_memory, host_memory, plan_on
 from dspine.common.models import AUTO_DRAFT, SHIPPED_PAIRS, find_draft, resolve_model
 from dspine.common.parity.runner import OPERATIONS
 from dspine.common.protocols import Availability, Runtime
-from dspine.common.runtimes import AUTO, choose_runtime, load_runtime, runtime_names
+from dspine.common.runtimes import AUTO, choose_runtime, load_runtime, place_of, runtime_names
 from dspine.common.tokenizer import eos_ids_of_folder
 
 PROBLEM = 1
@@ -213,9 +213,8 @@ def _pair(
             pair["matches"] = True
         if runtime is None:
             return
-        name = device if device != AUTO else (runtime.availability().devices or ("cpu",))[0]
-        widen = runtime.name == "mlx" and name == "cpu"
-        plan = plan_memory(folder, draft, tokens=tokens, widen=widen, options=options)
+        name = place_of(runtime, device)
+        plan = plan_on(runtime, name, folder, draft, tokens=tokens, options=options)
         memory = device_memory(runtime, name)
         pair["plan"] = {"device": name, "line": plan.line(), "bytes": dict(plan.parts), "usable": memory.usable}
         pair["fits"] = plan.total <= memory.usable

@@ -192,6 +192,7 @@ def build_engine(
             backend_reason=reason,
             cache=cache_options(options),
             plan_tokens=options.max_tokens + plan_tokens,
+            plan_chunk=options.prefill_step_size,
             announce=announce,
             graphs=str(options.graphs),
         )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from dspine.common.checkpoints import expected_tensors
 from dspine.common.cli import doctor as command
 from dspine.common.configs import load_drafter_config
 from dspine.common.errors import CheckpointError, DSpineError
@@ -21,6 +22,7 @@ from dspine.common.memory import (
     host_memory,
     layer_shape,
     plan_memory,
+    plan_on,
     stored_bytes,
 )
 from tests.helpers.drafters import drafter_folder
@@ -95,6 +97,11 @@ def test_a_backend_that_is_not_there(pair, dspine):
     assert code == 1 and "not available" in found["problems"][0]
 
 
+def test_a_device_that_is_not_there(pair, dspine):
+    code, found = ask(dspine, "--model", pair[0], "--device", "metall")
+    assert code == 1 and found["problems"] == ["device 'metall' is not there for toy; here: cpu; or leave --device at auto"]
+
+
 def test_names_that_are_not_here(toy, dspine):
     code, found = ask(dspine, "--model", "nothing/at-all")
     assert code == 0 and "dspine prepare nothing/at-all" in found["pair"]["state"]
@@ -157,6 +164,44 @@ def test_dtypes_of_the_plan(pair):
     half = plan_memory(model, draft, tokens=10, dtype="bfloat16")
     assert dict(half.parts)["weights"] == 96 * 32 * 2 + 40
     assert dict(half.parts)["drafter context"] * 2 == dict(plan_memory(model, draft, tokens=10).parts)["drafter context"]
+
+
+def test_a_drafter_is_planned_as_it_will_lie_in_memory(pair, toy, dspine):
+    """Packed matrices stay packed only where the runtime says so; else every number is whole, whatever the file holds."""
+    model, draft = pair
+    eight = toy / "eight"
+    assert dspine("convert", draft, eight, "--bits", "8", "--group-size", "32").code == 0
+    sizes = {packed: dict(plan_memory(model, eight, tokens=10, packed=packed).parts)["drafter"] for packed in (True, False)}
+    whole = {packed: dict(plan_memory(model, draft, tokens=10, packed=packed).parts)["drafter"] for packed in (True, False)}
+    config = load_drafter_config(draft)
+    numbers = sum(int(np.prod(shape)) for shape in expected_tensors(config).values())
+    assert sizes[False] == whole[False] == (numbers + config.vocab_size * config.dspine.transfer_rank) * 4
+    assert sizes[True] < 0.6 * sizes[False]
+
+
+class Choosy:
+    """A runtime that runs models with experts in float32 on its CPU, and leaves drafters packed elsewhere."""
+
+    def runs_wide(self, card, device):
+        return device == "cpu" and "num_experts" in card
+
+    def packs_drafters(self, device):
+        return device != "cpu"
+
+
+def test_the_plan_asks_the_runtime(pair):
+    model, draft = pair
+    save_file({"a": np.zeros((96, 32), np.float16)}, model / "model.safetensors")
+    weights = {}
+    for device in ("cpu", "gpu"):
+        for experts in (0, 4):
+            (model / "config.json").write_text(json.dumps(CARD | ({"num_experts": 4} if experts else {})))
+            for dtype in ("auto", "bfloat16"):
+                plan = plan_on(Choosy(), device, model, draft, tokens=10, dtype=dtype)
+                weights[device, experts, dtype] = dict(plan.parts)["weights"]
+    wide = {key for key, size in weights.items() if size == 96 * 32 * 4}
+    assert wide == {("cpu", 4, "auto")} and set(weights.values()) == {96 * 32 * 4, 96 * 32 * 2}
+    assert plan_on(object(), "cpu", model, draft, tokens=10).total == plan_memory(model, draft, tokens=10).total
 
 
 def test_damaged_weights(pair):

@@ -7,10 +7,12 @@ import json
 import sys
 
 import pytest
+from mlx.utils import tree_flatten
 
 from dspine.common.cli import main as cli
 from dspine.common.errors import DSpineError
-from dspine.common.models import resolve_model
+from dspine.common.models import find_draft, resolve_model
+from dspine_mlx.runtime import RUNTIME
 
 PROMPT, REST, COUNT = "The list holds apples and", " pears and", 8
 
@@ -29,6 +31,15 @@ def dspine(monkeypatch, capsys):
     return run
 
 
+def assert_planned(planned, name):
+    """Weights of both models as the plan counted them, on the CPU: experts in float32, the drafter unpacked."""
+    target = RUNTIME.load_target(resolve_model(name), device="cpu")
+    assert 0.99 < sum(array.nbytes for _, array in tree_flatten(target.model.parameters())) / planned["weights"] < 1.01
+    drafter = RUNTIME.load_drafter(find_draft("auto", name)[0], target)
+    held = [*(array for _, array in tree_flatten(drafter.model.parameters())), drafter.model.transfer_codes]
+    assert sum(array.nbytes for array in held) == planned["drafter"]
+
+
 @pytest.mark.parametrize("name", [pytest.param("smollm2", marks=pytest.mark.slow), "hybrid-tiny"])
 def test_every_command_runs_on(name, dspine, tmp_path):
     try:
@@ -38,6 +49,7 @@ def test_every_command_runs_on(name, dspine, tmp_path):
     model = ("--model", name)
     checked = json.loads(dspine("doctor", *model, "--json")[0])
     assert checked["problems"] == []
+    assert_planned(checked["pair"]["plan"]["bytes"], name)
     options = (*model, "--raw", "--max-tokens", COUNT, "--ignore-eos", "--json")
     whole = json.loads(dspine("generate", *options, "--compare", "--prompt", PROMPT + REST)[0].splitlines()[-1])
     assert len(whole["token_ids"]) == COUNT and whole["drafter"] and whole["rounds"] < COUNT
