@@ -1,7 +1,8 @@
 """Caches of a prompt in a file: K/V of every kind, states and windows of linear attention, context of the drafter.
 
-One safetensors file (`docs/mac.md`): arrays as they are in memory, bit for bit, and what they belong to. A file for another
-model, drafter, dtype or kind of K/V is refused.
+One safetensors file (`docs/mac.md`): arrays as they are in memory, bit for bit, what they belong to, and a hash over all of it.
+A file for another model, drafter, dtype or kind of K/V is refused, and so is one that is not what was written: MLX would take
+states of another shape as they come, and read outside them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mlx.utils import tree_flatten
 from dspine.common.errors import CheckpointError, DSpineError
 from dspine_mlx.arrays import MlxArrays
 
-FORMAT = "dspine-prompt-cache-1"
+FORMAT = "dspine-prompt-cache-2"
 _SAMPLE = 16  # leading numbers of every tensor that go into a fingerprint
 
 
@@ -33,6 +34,18 @@ def fingerprint(model: nn.Module) -> str:
     for (name, array), head in zip(tensors, MlxArrays().to_host(*heads), strict=True):
         digest.update(f"{name} {array.shape} {array.dtype};".encode())
         digest.update(np.ascontiguousarray(head).tobytes())
+    return digest.hexdigest()
+
+
+def checksum(arrays: dict[str, mx.array], described: dict[str, str]) -> str:
+    """Hash over all arrays, bit for bit, and the metadata (itself left out)."""
+    digest = hashlib.sha256()
+    for name in sorted(described.keys() - {"checksum"}):
+        digest.update(f"{name}={described[name]};".encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name} {array.shape} {array.dtype};".encode())
+        digest.update(np.ascontiguousarray(array.view(mx.uint8)))
     return digest.hexdigest()
 
 
@@ -76,51 +89,53 @@ def save_prompt_cache(path: Path, target: Any, drafter: Any, session: Any, about
         "facts": json.dumps(facts),
         "about": json.dumps(about),
     }
+    described["checksum"] = checksum(held, described)
     try:
         with tempfile.TemporaryDirectory(prefix=".prompt-cache-", dir=path.parent) as folder:
             part = Path(folder) / "part.safetensors"
             mx.save_safetensors(str(part), held, described)
             os.replace(part, path)
-    except OSError as error:
-        raise DSpineError(f"cannot write the prompt cache {path}: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:  # MLX says RuntimeError where the disk is full
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise DSpineError(f"cannot write the prompt cache {path}: {why}") from error
     return path.stat().st_size
 
 
 def load_prompt_cache(path: Path, target: Any, drafter: Any) -> tuple[np.ndarray, Any, Any, dict[str, Any]]:
     """(tokens int32 [n], target cache, drafter cache or None, about). CheckpointError where the file is no prompt cache, is
-    damaged, or belongs to another model, drafter, dtype or kind of K/V."""
+    not what was written, or belongs to another model, drafter, dtype or kind of K/V."""
     arrays, described = _read(path)
     _compare(path, "model", json.loads(described["target"]), target_facts(target))
     tokens = np.array(arrays.pop("tokens"), dtype=np.int32)
     cache = target.make_cache(len(tokens))
     part = {name.removeprefix("target."): array for name, array in arrays.items() if name.startswith("target.")}
     draft_cache = None
-    try:
-        cache.restore(part, json.loads(described["facts"]), len(tokens))
-        if drafter is not None:
-            theirs = json.loads(described["drafter"])
-            if theirs is None:
-                raise CheckpointError(f"{path} was made without a drafter: make it again with this one, or use --no-draft")
-            _compare(path, "drafter", theirs, draft_facts(drafter))
-            draft_cache = drafter.make_cache(len(tokens))
-            rows = {name.removeprefix("draft."): array for name, array in arrays.items() if name.startswith("draft.")}
-            draft_cache.restore(rows, len(tokens))
-        mx.eval(cache.export(len(tokens))[0])
-    except (KeyError, IndexError) as error:
-        raise CheckpointError(f"{path} is damaged: {error} is missing; make it again with dspine cache-prompt") from error
+    cache.restore(part, json.loads(described["facts"]), len(tokens))
+    if drafter is not None:
+        theirs = json.loads(described["drafter"])
+        if theirs is None:
+            raise CheckpointError(f"{path} was made without a drafter: make it again with this one, or use --no-draft")
+        _compare(path, "drafter", theirs, draft_facts(drafter))
+        draft_cache = drafter.make_cache(len(tokens))
+        rows = {name.removeprefix("draft."): array for name, array in arrays.items() if name.startswith("draft.")}
+        draft_cache.restore(rows, len(tokens))
+    mx.eval(cache.export(len(tokens))[0])
     return tokens, cache, draft_cache, json.loads(described["about"])
 
 
 def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     if not path.is_file():
-        raise DSpineError(f"prompt cache {path} does not exist: make one with dspine cache-prompt")
+        what = "is no file" if path.exists() else "does not exist"
+        raise DSpineError(f"prompt cache {path} {what}: make one with dspine cache-prompt")
     try:
         arrays, described = mx.load(str(path), format="safetensors", return_metadata=True)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path} is no prompt cache: {' '.join(str(error).split())[:200]}") from error
-    if described.get("format") != FORMAT or "tokens" not in arrays:
+    if described.get("format") != FORMAT:
         found = described.get("format", "none; mlx_lm's own files are another format")
         raise CheckpointError(f"{path} is no prompt cache of this version: expected format {FORMAT}, got {found}")
+    if described.get("checksum") != checksum(arrays, described):
+        raise CheckpointError(f"{path} is damaged: its checksum is another; make it again with dspine cache-prompt")
     return arrays, described
 
 

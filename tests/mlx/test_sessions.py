@@ -308,12 +308,55 @@ def test_files_that_are_none(pairs, tmp_path):
         load_prompt_cache(tmp_path / "other.safetensors", *pair)
     whole = tmp_path / "whole"
     saved_file(pair, whole, words(13, 9))
-    arrays, described = mx.load(str(whole), format="safetensors", return_metadata=True)
-    mx.save_safetensors(
-        str(tmp_path / "cut.safetensors"), {k: v for k, v in arrays.items() if k != "target.kv.1.values"}, described
-    )
-    with pytest.raises(CheckpointError, match="values' is missing"):
-        load_prompt_cache(tmp_path / "cut.safetensors", *pair)
     (tmp_path / "half").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     with pytest.raises(CheckpointError, match="is no prompt cache"):
         load_prompt_cache(tmp_path / "half", *pair)
+    with pytest.raises(DSpineError, match="is no file"):
+        load_prompt_cache(tmp_path, *pair)
+
+
+def test_files_that_are_not_what_was_written_are_refused(pairs, tmp_path):
+    """Whatever is changed in arrays, tokens or metadata: states of another shape would be read out of bounds, missing ones
+    would start from zero."""
+    pair, whole, other = pairs("hybrid"), tmp_path / "whole", tmp_path / "other.safetensors"
+    saved_file(pair, whole, words(13, 9))
+    arrays, described = mx.load(str(whole), format="safetensors", return_metadata=True)
+    bit = arrays["target.states"].view(mx.uint32)
+    changes = [
+        {"target.states": None},
+        {"target.states": arrays["target.states"][:1]},
+        {"target.states": mx.where(mx.arange(bit.size).reshape(bit.shape) == 5, bit ^ 1, bit).view(mx.float32)},
+        {"target.kv.0.keys": arrays["target.kv.0.keys"][..., :3]},
+        {"draft.keys.0": None},
+        {"tokens": arrays["tokens"][:4]},
+        {"tokens": arrays["tokens"].astype(mx.float32)},
+        {"tokens": None},
+        {"surplus": mx.zeros(3)},
+    ]
+    for change in changes:
+        kept = {name: array for name, array in (arrays | change).items() if array is not None}
+        mx.save_safetensors(str(other), kept, described)
+        with pytest.raises(CheckpointError, match="is damaged: its checksum is another"):
+            load_prompt_cache(other, *pair)
+    for name in ("about", "target", "facts", "checksum"):
+        for text in ({name: "[]"}, {name: None}):
+            left = {key: value for key, value in (described | text).items() if value is not None}
+            mx.save_safetensors(str(other), arrays, left)
+            with pytest.raises(CheckpointError, match="is damaged"):
+                load_prompt_cache(other, *pair)
+    mx.save_safetensors(str(other), arrays, described)
+    assert load_prompt_cache(other, *pair)[3] == {"text": "x", "raw": True}
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(pairs, tmp_path, monkeypatch):
+    pair, path = pairs("dense"), tmp_path / "prompt"
+    saved_file(pair, path, words(12, 9))
+    before = path.read_bytes()
+
+    def full(*_):
+        raise RuntimeError("[write] Unable to write 8 bytes to file.")
+
+    monkeypatch.setattr(mx, "save_safetensors", full)
+    with pytest.raises(DSpineError, match=r"cannot write the prompt cache .*prompt: \[write\] Unable to write"):
+        saved_file(pair, path, words(14, 9))
+    assert path.read_bytes() == before and [item.name for item in tmp_path.iterdir()] == ["prompt"]
