@@ -45,14 +45,18 @@ def _above_zero(bounds: list[float]) -> str:
 
 
 def plot(content: dict[str, Any], axes: Any) -> None:
-    """A line a group of positions; dashed for DFlash."""
+    """A line a group of positions, with its interval as a band; dashed for DFlash."""
     for name, result in content["probes"].items():
         for group, (first, last) in enumerate(result["groups"]):
             values = [100 * row[group] for row in result["accuracy"]]
+            layers = range(1, len(values) + 1)
+            ends = [[100 * row[group][side] for row in result["intervals"]["groups"]] for side in (0, 1)]
+            axes.fill_between(layers, *ends, color=f"C{group}", alpha=0.15)
             axes.plot(
-                range(1, len(values) + 1), values, marker="o", color=f"C{group}", linestyle="--" if name == "dflash" else "-",
+                layers, values, marker="o", color=f"C{group}", linestyle="--" if name == "dflash" else "-",
                 label=f"{VARIANTS[name]}, positions {first}-{last}",
             )  # fmt: skip
+    axes.set_xticks(layers)
     axes.set_xlabel("drafter layer")
     axes.set_ylabel("read-out accuracy, %")
     axes.legend(fontsize=7)

@@ -53,6 +53,7 @@ def plot(content: dict[str, Any], axes: Any) -> None:
     """Two lines over the first layer."""
     for title, label in (("sustained", "from layer l on"), ("pairs", "layers l and 5")):
         line(axes, [int(layer) for layer in content[title]], list(content[title].values()), label)
+    axes.set_xticks(list(SUSTAINED))
     axes.set_xlabel("first layer with messages")
     axes.legend(fontsize=8)
 

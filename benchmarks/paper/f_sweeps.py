@@ -1,6 +1,7 @@
 """(f) Candidates K and width r of the transfer space: acceptance, and what a draft costs.
 
-K is swept on one trained drafter (trained with 16); every r is trained.
+K is swept on one trained drafter (trained with 16); every r is trained. Milliseconds compare only where variants ran one at a
+time on a device.
 
 python -m benchmarks.paper.f_sweeps --data SHARDS --prompts EVAL --out OUT --set schedule.max_steps=1500
 """
@@ -23,9 +24,9 @@ def report(results: Results, heat: str) -> dict[str, Any]:
     base, scored = block_of(results, "full", heat), results["full"]["scores"]
     for top_k in sorted(TOP_K):
         if TOP_K[top_k] in scored:  # --few-scores leaves the sweep out
-            content["top_k"][str(top_k)] = _entry(scored[TOP_K[top_k]], heat, base)
+            content["top_k"][str(top_k)] = _entry(results, "full", TOP_K[top_k], heat, base)
     for rank, name in RANKS.items():
-        content["rank"][str(rank)] = _entry(results[name]["scores"]["walk"], heat, base)
+        content["rank"][str(rank)] = _entry(results, name, "walk", heat, base)
     for title, key in (("K", "top_k"), ("r", "rank")):
         content["sentences"] += [
             f"{title} = {value}: {e['tau']:.2f}, {percent(e['gain'])}, draft {e['draft_ms']:.2f} ms, "
@@ -44,8 +45,8 @@ def report(results: Results, heat: str) -> dict[str, Any]:
     return content
 
 
-def _entry(score: dict[str, Any], heat: str, base: dict[str, Any]) -> dict[str, Any]:
-    block = score["temperatures"][heat]
+def _entry(results: Results, variant: str, name: str, heat: str, base: dict[str, Any]) -> dict[str, Any]:
+    block, score = block_of(results, variant, heat, name), results[variant]["scores"][name]
     costs = {name: score[name] for name in ("draft_ms", "draft_ms_batch_32")}
     return tau_of(block) | {"gain": gain(block, base)} | costs
 
@@ -55,6 +56,7 @@ def plot(content: dict[str, Any], axes: Any) -> None:
     for key, label, scale in (("top_k", "K", 1), ("rank", "r / 16", 16)):
         line(axes, [int(value) / scale for value in content[key]], list(content[key].values()), label)
     axes.set_xscale("log", base=2)
+    axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
     axes.set_xlabel("K, or r / 16")
     axes.legend(fontsize=8)
 

@@ -21,6 +21,7 @@ from dspine.common.errors import DSpineError
 from dspine.common.files import write_json
 from dspine_cuda.training.checkpointing import differences
 from dspine_cuda.training.config import complete_fingerprint, load_train_config
+from dspine_cuda.training.files import read_json
 
 UNFINISHED = 3
 DRAFT_CONTEXT, DRAFT_ROUNDS = 512, 50
@@ -225,9 +226,9 @@ def read_results(options: Options) -> dict[str, Any]:
     """Finished variants by name: OUT/results.json, and every OUT/<variant>/result.json over it."""
     results: dict[str, Any] = {}
     if options.results.is_file():
-        results = json.loads(options.results.read_text(encoding="utf-8"))
+        results = read_json(options.results)
     for path in sorted(options.out.glob("*/result.json")):
-        results[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
+        results[path.parent.name] = read_json(path)
     return results
 
 

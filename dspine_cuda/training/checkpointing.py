@@ -35,7 +35,7 @@ def save_checkpoint(folder: Path, state: dict[str, Any], keep: int) -> Path:
                 raise
             raise OSError(errno.ENOSPC, str(error)) from error
 
-    path = write_whole(checkpoint_path(folder, state["step"]), write)
+    path = write_whole(checkpoint_path(folder, state["step"]), write, "run it again with --resume")
     for old in sorted(folder.glob("step-*.pt"))[:-keep]:
         old.unlink()
     return path

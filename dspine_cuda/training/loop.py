@@ -227,7 +227,10 @@ class Trainer:
         self.stream = self._rows(position)
         self.position = position
         self.features = self._cached_features()
-        self.output.mkdir(parents=True, exist_ok=True)
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DSpineError(f"run.output_dir {self.output}: cannot be made a folder ({error.strerror})") from error
         self.metrics = self.output / "metrics.jsonl"
         if self.leader:
             trim_metrics(self.metrics, self.step)

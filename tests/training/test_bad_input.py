@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from dspine.common.errors import DSpineError
+from dspine.common.files import write_json, write_whole
 from dspine_cuda.training import loop
 from dspine_cuda.training.cli import main
 from dspine_cuda.training.config import parse_train_config
@@ -125,6 +127,30 @@ def test_a_full_disk_in_metrics_or_export_is_one_line(place: Path, monkeypatch, 
     assert main(["train", str(path), "--resume"]) == 0
     train(parse_train_config(run_of(place, "whole", schedule={"max_steps": 4, "replacement_layers": 1})))
     assert losses(place / "run")[-1] == losses(place / "whole")[-1]
+
+
+def test_places_that_cannot_be_written_are_one_line(place: Path, tmp_path: Path) -> None:
+    """A file where a folder should be, a limit of file sizes; devices are written, not replaced."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DSpineError, match="run.output_dir .*file: cannot be made a folder"):
+        Trainer(parse_train_config(run_of(place, "file")))
+    with pytest.raises(DSpineError, match="cannot write .*file/out.json: "):
+        write_json(tmp_path / "file" / "out.json", {})
+    with pytest.raises(DSpineError, match="cannot write .*: Is a directory"):
+        write_json(tmp_path, {})
+
+    def too_long(_: object) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    with pytest.raises(DSpineError, match="out.bin would be longer than .* raise the limit, and run it again"):
+        write_whole(tmp_path / "out.bin", too_long, "run it again")
+    assert not list(tmp_path.glob("*.part"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(pipe, [1])
+    assert pipe.is_fifo() and json.loads(os.read(reader, 99)) == [1]
+    os.close(reader)
 
 
 @pytest.mark.parametrize("where", ["evaluate", "export", "save", "_update", "_cached_features"])

@@ -207,7 +207,7 @@ def test_every_experiment_reports_and_plots(tmp_path: Path, capsys) -> None:
         assert all("%" in c["ours"] and "[" in c["ours"] for c in contents if c["holds"] is not None)  # with its interval
         assert f"({letter})" in summary_of([report]) and experiment.claim in summary_of([report])
         pytest.importorskip("matplotlib")
-        if letter not in "acdf":
+        if letter not in "acdefg":
             continue
         draw(experiment, report, tmp_path / f"{letter}.png")
         assert (tmp_path / f"{letter}.png").stat().st_size > 5000
@@ -216,6 +216,11 @@ def test_every_experiment_reports_and_plots(tmp_path: Path, capsys) -> None:
     few = results | {"full": made_up(1.0, ["walk", "independent"])}
     swept = build(everything.EXPERIMENTS["f"], few, ["0"])["temperatures"]["0"]
     assert list(swept["top_k"]) == ["16"] and swept["holds"] is None and "K is not swept" in swept["sentences"][-1]
+    cold = {name: json.loads(json.dumps(result)) for name, result in results.items()}
+    for name in ("rank_64", "block_4"):
+        del cold[name]["scores"]["walk"]["temperatures"]["1"]
+        with pytest.raises(DSpineError, match=f"{name}: not scored as walk at temperature 1"):
+            build(everything.EXPERIMENTS["f" if name == "rank_64" else "g"], cold, ["0", "1"])
     longer = json.loads(json.dumps(results["no_injection"]))
     longer["config"]["schedule"]["max_steps"] = 5
     with pytest.raises(DSpineError, match="experiment b: steps: full 4, no_injection 5: cannot be compared"):
@@ -256,6 +261,9 @@ def test_results_from_elsewhere_are_used_where_their_settings_are_the_calls(plac
     ):
         with pytest.raises(DSpineError, match=f"out/full: made with other settings .*{words}"):
             run_variants(["no_injection", "full"], options_for(tmp_path / "out", *flags(place), "--few-scores", *change))
+    (tmp_path / "out/full/result.json").write_text("{cut")
+    with pytest.raises(DSpineError, match="full/result.json: damaged"):
+        run_variants(["full"], options)
     full["evaluation"] = options.evaluation | {"count": 3}
     (tmp_path / "out/full/result.json").write_text(json.dumps(full))
     with pytest.raises(DSpineError, match="count: 3 there, 64 now"):
