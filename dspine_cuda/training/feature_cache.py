@@ -6,8 +6,9 @@ epochs are many and the target is slow: SmolLM2 needs 7 kB a token, an 8B target
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from dspine.common.errors import DSpineError
-from dspine.common.files import write_json
+from dspine.common.files import raise_disk_full, write_json
 from dspine_cuda.training.data import Conversation, PackedRows, pack_epoch, pack_rows
+from dspine_cuda.training.files import read_json
 from dspine_cuda.training.masks import document_mask
 from dspine_cuda.training.progress import progress_bar
 
@@ -56,14 +58,20 @@ class FeatureCache:
     def prepare(self, progress: bool = True) -> None:
         """Make what is missing; an interrupted run goes on. DSpineError where the disk has no room."""
         path, facts = self.folder / "features.json", self.facts()
-        state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"facts": facts, "done": 0}
-        if state["facts"] != facts:
+        state = read_json(path) if path.is_file() else {"facts": facts, "done": 0}
+        if not isinstance(state, dict) or state.get("facts") != facts:
             raise DSpineError(f"{self.folder} holds features of another target or data; use another data.cache_dir")
         rows = pack_epoch(np.diff(self.starts), self.sequence_length, 64, np.random.default_rng(0))
         groups = [rows[i : i + ROWS] for i in range(0, len(rows), ROWS)]
-        self._reserve(new=not path.is_file())
-        with progress_bar(len(groups), progress and state["done"] < len(groups), "features", every_call=False) as advance:
-            for number in range(state["done"], len(groups)):
+        size = int(self.starts[-1]) * self.width * np.dtype(self.kind).itemsize
+        if path.is_file() and self._file.is_file() and self._file.stat().st_size == size:
+            done = state["done"]
+        else:  # without its file the note is worth nothing
+            done = 0
+            self._reserve(size)
+        self._store = np.memmap(self._file, dtype=self.kind, mode="r+", shape=(int(self.starts[-1]), self.width))
+        with progress_bar(len(groups), progress and done < len(groups), "features", every_call=False) as advance:
+            for number in range(done, len(groups)):
                 self._fill(pack_rows(self.conversations, groups[number], self.sequence_length))
                 if (number + 1) % SAVE_EVERY == 0 or number + 1 == len(groups):
                     self._store.flush()  # type: ignore[union-attr]
@@ -74,19 +82,26 @@ class FeatureCache:
         """Read a file that another process prepared."""
         self._store = np.memmap(self._file, dtype=self.kind, mode="r", shape=(int(self.starts[-1]), self.width))
 
-    def _reserve(self, new: bool) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        size = int(self.starts[-1]) * self.width * np.dtype(self.kind).itemsize
-        if new or not self._file.is_file():
+    def _reserve(self, size: int) -> None:
+        """A new file of `size` bytes that are really there: a mapping into a disk that fills up later ends the process."""
+        instead = "use another data.cache_dir, or data.features=recompute"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
             if free < size:
                 raise DSpineError(
-                    f"the features take {size / 1e9:.1f} GB, {self.folder} has {free / 1e9:.1f} GB free: use another "
-                    f"data.cache_dir, or data.features=recompute"
+                    f"the features take {size / 1e9:.1f} GB, {self.folder} has {free / 1e9:.1f} GB free: {instead}"
                 )
             with self._file.open("wb") as file:
-                file.truncate(size)
-        self._store = np.memmap(self._file, dtype=self.kind, mode="r+", shape=(int(self.starts[-1]), self.width))
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+            raise_disk_full(error, self._file, instead)
+            raise DSpineError(f"cannot write {self._file}: {error.strerror or error}; {instead}") from error
 
     def _fill(self, rows: PackedRows) -> None:
         assert self._store is not None and rows.members is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,25 @@ def test_cached_features_give_the_same_losses(place: Path, monkeypatch) -> None:
     monkeypatch.setattr(trainer.target, "features", None)  # never asked again
     trainer.run()
     np.testing.assert_allclose(losses(place / "cached"), losses(place / "plain"), rtol=1e-4)
+    made = (place / "cache/features.bin").read_bytes()
+    for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(made[:100])):  # the note alone is not believed
+        damage(place / "cache/features.bin")
+        Trainer(parse_train_config(run_of(place, "cached", data=data, **stop)), resume=True)
+        assert (place / "cache/features.bin").read_bytes() == made
+    note = (place / "cache/features.json").read_text()
+    (place / "cache/features.json").write_text(note[:20])
+    with pytest.raises(DSpineError, match="features.json: damaged .*; delete it to have it made again"):
+        Trainer(parse_train_config(run_of(place, "cached", data=data, **stop)), resume=True)
+    (place / "cache/features.json").write_text(note)
+
+    def filled(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", filled, raising=False)  # macOS has none
+        with pytest.raises(DSpineError, match="disk full while writing .*features.bin .* data.features=recompute"):
+            Trainer(parse_train_config(run_of(place, "late", data=data | {"cache_dir": str(place / "late")})))
+    assert not list((place / "late").glob("features.*"))
     other = run_of(place, "other", data=data, model=train_settings(place)["model"] | {"taps": [0, 2]})
     with pytest.raises(DSpineError, match="holds features of another target or data"):
         Trainer(parse_train_config(other))
