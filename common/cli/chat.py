@@ -87,6 +87,10 @@ class Totals:
             self.notes.append(f"answer {self.answers} went on without drafts: {stats.drafting_disabled}")
 
 
+class PromptStopped(Exception):
+    """Ctrl-C while a prompt was being read, between two of its pieces."""
+
+
 class Chat:
     """History and totals of one conversation. `write` takes pieces of the answer."""
 
@@ -123,14 +127,15 @@ class Chat:
     def answer(self, text: str, stop: Callable[[], bool] = lambda: False) -> str:
         """Send one message, write the answer as it comes, and keep both. `stop` is asked after every round.
 
-        A message that the model cannot take (too long, not text) is not kept: DSpineError, and the chat goes on.
+        A message that the model cannot take (too long, not text) is not kept: DSpineError, and the chat goes on. Nor is one
+        that was stopped before all of the prompt was read: PromptStopped.
         """
         check_prompt(text)
         messages = [*self.messages, {"role": "user", "content": self._opening + text}]
         pieces: list[str] = []
         tokens: list[int] = []
         last = None
-        with closing(self._steps(messages)) as steps:
+        with closing(self._steps(messages, stop)) as steps:
             for step in steps:
                 self._show(step)
                 pieces.append(step.text)
@@ -145,9 +150,17 @@ class Chat:
         self.messages, self._opening = [*messages, {"role": "assistant", "content": reply}], ""
         return reply
 
-    def _steps(self, messages: list[dict[str, str]]) -> Iterator[GenerationStep]:
-        ids = self.transcript.prompt(messages)
-        return stream_generate(self.engine, ids, **self.options, session=self.session)  # type: ignore[return-value]
+    def _steps(self, messages: list[dict[str, str]], stop: Callable[[], bool]) -> Iterator[GenerationStep]:
+        ids, shown = self.transcript.prompt(messages), self.options.get("progress")
+
+        def progress(done: int, total: int) -> None:
+            if shown is not None:
+                shown(done, total)
+            if done < total and stop():
+                raise PromptStopped
+
+        options = {**self.options, "progress": progress, "session": self.session}
+        return stream_generate(self.engine, ids, **options)  # type: ignore[return-value]
 
     def _show(self, step: GenerationStep) -> None:
         if not step.text:
@@ -204,6 +217,8 @@ def run(talk: Chat, notes: Console) -> None:
                 sys.stdout.flush()
                 if stopped():
                     notes.print("stopped", style="dim")
+        except PromptStopped:
+            notes.print("\nstopped while the prompt was read; this message is not kept", style="dim")
         except KeyboardInterrupt:  # the second one, in the middle of a round
             notes.print("\nstopped; this answer is not kept", style="dim")
         except DSpineError as error:

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -101,6 +102,39 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_rest(talk):
     assert 0 < len(reply) < 6 and chat.messages[-1] == {"role": "assistant", "content": reply}
     chat.write = written.append
     assert len(chat.answer("cd")) > 0
+
+
+def test_ctrl_c_stops_the_reading_of_a_long_prompt(talk):
+    """Between two pieces of it; the message is not kept, what was read of it is at the disposal of the next one."""
+    chat, written = talk
+    first = chat.answer("ab")
+    chat.options["prefill_chunk"] = 8
+    pieces: list[tuple[int, int]] = []
+    chat.options["progress"] = lambda done, total: pieces.append((done, total))
+    with pytest.raises(command.PromptStopped):
+        chat.answer("x" * 30, stop=lambda: len(pieces) == 2)
+    assert len(pieces) == 2 and pieces[-1][0] < pieces[-1][1]
+    assert "".join(written) == first and len(chat.messages) == 2 and chat.totals.answers == 1
+    chat.options["progress"] = None
+    second = chat.answer("cd")
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": first}, {"role": "user", "content": "cd"}]
+    assert second == generate(chat.engine, messages, max_tokens=6).text
+
+
+def test_the_chat_goes_on_after_a_prompt_that_was_stopped(say, monkeypatch):
+    real, turns = command.interruptible, iter([True, False])
+
+    @contextmanager
+    def once():
+        with real():
+            stop = next(turns)
+            yield lambda: stop
+
+    monkeypatch.setattr(command, "interruptible", once)
+    run = say("x" * 30, "ab", flags=("--prefill-step-size", "8"))
+    monkeypatch.setattr(command, "interruptible", real)
+    assert run.code == 0 and run.out == say("ab").out
+    assert "stopped while the prompt was read; this message is not kept" in run.err
 
 
 @pytest.fixture

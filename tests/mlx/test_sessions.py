@@ -200,6 +200,28 @@ def test_a_broken_step_leaves_nothing(pairs, monkeypatch):
     assert ask(pair, session, text)[1] == cold(pair, text)[1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_stopped_between_two_pieces(kind, pairs):
+    """Ctrl-C while a prompt is read: the caches hold the pieces that were, and what comes next is a cold run's."""
+    pair, session = pairs(kind), Session(MlxPrefixes())
+    text = words(4, 9)
+    text += ask(pair, session, text)[1]
+    seen = []
+
+    def progress(done, total):
+        seen.append(done)
+        if len(seen) == 2:
+            raise InterruptedError
+
+    params = DecodingParams(max_tokens=4, break_even=0.0, prefill_chunk=7)
+    loop = DecodingLoop(*pair, text + words(15, 40), params, StaticPolicy())
+    with pytest.raises(InterruptedError):
+        list(session.run(loop, progress))
+    assert len(session.tokens) == seen[-1] == session.cache.length == session.draft_cache.length < len(text) + 40
+    for rest in (words(16, 5), words(15, 40)):
+        assert ask(pair, session, text + rest)[1] == cold(pair, text + rest)[1]
+
+
 def test_drafts_off_and_on_again(pairs):
     """A turn without drafts leaves no drafter context: the next one with drafts reads anew (R4)."""
     target, drafter = pairs("dense")
