@@ -65,6 +65,16 @@ def load_latest(
     return state
 
 
+def check_data(state: dict[str, Any], facts: dict[str, Any], folder: Path) -> None:
+    """DSpineError where a checkpoint's run was begun with other data (`data_facts`; older checkpoints do not say)."""
+    changed = differences(state.get("data", facts), facts, "data")
+    if changed:
+        raise DSpineError(
+            f"{folder}: the data is not that which the run was begun with ({'; '.join(changed)}): put it back, or begin "
+            f"another run (model.start_from goes on from an exported drafter)"
+        )
+
+
 def differences(old: Any, new: Any, name: str = "") -> list[str]:
     """`section.key: OLD there, NEW now` of every value that differs in two nested dictionaries."""
     if isinstance(old, dict) and isinstance(new, dict):

@@ -7,6 +7,7 @@ the stream is two integers and a resumed run sees the very same rows.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,6 +179,15 @@ def load_split(
     train, held = split_holdout(first, holdout)
     barred = {_prompt_key(conversation) for conversation in held}
     return train + [c for more in others for c in more if _prompt_key(c) not in barred], held
+
+
+def data_facts(train: Sequence[Conversation], held_out: Sequence[Conversation]) -> dict[str, Any]:
+    """What a run's order of rows depends on, wherever the files lie and in whatever form."""
+    digest = hashlib.blake2b(digest_size=8)
+    for conversation in (*train, *held_out):
+        digest.update(np.asarray(conversation.tokens, dtype=np.int64).tobytes())
+        digest.update(np.asarray(conversation.supervised, dtype=bool).tobytes())
+    return {"conversations": len(train), "held_out": len(held_out), "digest": digest.hexdigest()}
 
 
 def _prompt_key(conversation: Conversation) -> bytes:

@@ -22,9 +22,9 @@ from dspine.common.files import raise_disk_full
 from dspine.common.models import resolve_model
 from dspine_cuda.drafter import DrafterModel, TorchDrafter
 from dspine_cuda.training.batches import Batch, make_batch
-from dspine_cuda.training.checkpointing import load_latest, save_checkpoint, trim_metrics
+from dspine_cuda.training.checkpointing import check_data, load_latest, save_checkpoint, trim_metrics
 from dspine_cuda.training.config import TrainConfig, complete_fingerprint
-from dspine_cuda.training.data import Conversation, RowStream, load_split
+from dspine_cuda.training.data import Conversation, RowStream, data_facts, load_split
 from dspine_cuda.training.devices import own_device
 from dspine_cuda.training.evaluate import Acceptance, held_out_greedy, simulated_acceptance
 from dspine_cuda.training.export import export_drafter
@@ -210,6 +210,9 @@ class Trainer:
         dtype = getattr(torch, run.dtype)
         self.target = load_frozen_target(folder, self.device, dtype)
         self.train_data, self.held_out = self._conversations(folder)
+        self.data_facts = data_facts(self.train_data, self.held_out)
+        if state is not None:
+            check_data(state, self.data_facts, self.output)
         vocab, mask_token = self.target.shape.vocab_size, config.model.mask_token_id
         if mask_token is None:
             mask_token = choose_mask_token(folder, self.train_data + self.held_out, vocab)
@@ -449,6 +452,7 @@ class Trainer:
             "elapsed": elapsed,
             "fingerprint": json.dumps(self.fingerprint),
             "max_steps": self.config.schedule.steps,
+            "data": self.data_facts,
             "optimizer": optimizer,
         }
         save_checkpoint(self.checkpoints, state, self.config.run.keep_checkpoints)

@@ -18,7 +18,7 @@ from dspine_cuda.drafter import load_drafter
 from dspine_cuda.training import loop
 from dspine_cuda.training.cli import main
 from dspine_cuda.training.config import load_train_config, parse_train_config
-from dspine_cuda.training.data import load_split
+from dspine_cuda.training.data import export_specforge, load_split
 from dspine_cuda.training.devices import own_device
 from dspine_cuda.training.evaluate import simulated_acceptance
 from dspine_cuda.training.loop import Trainer, train
@@ -193,6 +193,26 @@ def test_resuming_with_other_settings_is_refused(place: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(DSpineError, match="not a readable checkpoint"):
         train(parse_train_config(run_of(place, "run")), resume=True)
+
+
+def test_resuming_on_other_data_is_refused(place: Path) -> None:
+    """A shard more, or a changed one, would give other rows in the middle of an epoch; another place or form does not."""
+    own = write_shards(place / "own")
+    cut = run_of(place, "run", data=train_settings(place)["data"] | {"path": str(own)}, run={"stop_after": 2})
+    train(parse_train_config(cut))
+    write_shards(place / "more", seed=5)
+    (place / "more/toy_0.npz").rename(own / "toy_2.npz")
+    with pytest.raises(DSpineError, match=r"run: the data is not that .*data.conversations: 72 there, 112 now"):
+        train(parse_train_config(cut), resume=True)
+    (own / "toy_2.npz").replace(own / "toy_1.npz")
+    with pytest.raises(DSpineError, match=r"the data is not that which the run was begun with .data.digest: "):
+        train(parse_train_config(cut), resume=True)
+    moved = run_of(place, "run", run={"stop_after": 3})  # the same data elsewhere
+    assert train(parse_train_config(moved), resume=True)["steps"] == 3
+    export_specforge(place / "data", place / "rows.jsonl", str(place / "target"), as_text=False)
+    moved["data"] |= {"path": str(place / "rows.jsonl")}
+    moved["run"] |= {"stop_after": 4}
+    assert train(parse_train_config(moved), resume=True)["steps"] == 4
 
 
 def test_micro_batches_change_nothing(place: Path) -> None:
