@@ -48,7 +48,8 @@ def held_out_greedy(conversations: list[Conversation], count: int, proposals: in
     chosen = (greedy or room)[:count]
     if not chosen:
         raise DSpineError(
-            f"no held-out conversation has an answer longer than a block of {proposals} proposals; raise data.holdout"
+            f"no held-out conversation has an answer longer than a block of {proposals} proposals; raise data.holdout (or "
+            f"set it to 0: nothing is evaluated)"
         )
     return chosen, bool(greedy)
 

@@ -217,6 +217,8 @@ class Trainer:
         if mask_token is None:
             mask_token = choose_mask_token(folder, self.train_data + self.held_out, vocab)
         self.shape = drafter_config(config, self.target.shape, mask_token)
+        if self.held_out:  # not after hours
+            held_out_greedy(self.held_out, run.eval_conversations, self.shape.num_proposals)
         self.model, space = starting_model(config, self.shape, self.target)
         self.basis = None if space is None else space.basis
         self.model = self.model.to(self.device, dtype).eval()
@@ -465,14 +467,15 @@ class Trainer:
             **meter.speed(),
         }
         summary["skipped_steps"] = int(self.optimizer.skipped)
-        result, masters = self.evaluate(), self.optimizer.whole_masters()
+        masters, bits = self.optimizer.whole_masters(), self.config.run.export_bits
+        if self.leader:  # before the evaluation, whatever becomes of that
+            summary["drafter"] = str(self.export(self.output / "drafter", masters))
+            if bits is not None:
+                summary["quantized_drafter"] = str(self.export(self.output / f"drafter-{bits}bit", masters, bits))
+        result = self.evaluate()
         if not self.leader:
             return summary
         summary["acceptance"] = None if result is None else result.as_dict()
-        summary["drafter"] = str(self.export(self.output / "drafter", masters))
-        bits = self.config.run.export_bits
-        if bits is not None:
-            summary["quantized_drafter"] = str(self.export(self.output / f"drafter-{bits}bit", masters, bits))
         self.write({"kind": "end", "step": self.step, **summary})
         return summary
 

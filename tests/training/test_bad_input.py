@@ -96,7 +96,7 @@ def test_conversations_that_teach_nothing(place: Path, lengths: list[int], promp
         lengths=np.array(lengths),
         prompt_lengths=np.array(prompts),
     )
-    assert Trainer(parse_train_config(run_of(place, "mixed", data={"holdout": 2}))).stream is not None
+    assert Trainer(parse_train_config(run_of(place, "mixed", data={"holdout": 12}))).stream is not None
     (place / "data/toy_0.npz").unlink()
     with pytest.raises(DSpineError, match="no conversation has two supervised tokens in a row within 48 tokens"):
         Trainer(parse_train_config(run_of(place, "alone", data={"holdout": 0})))
@@ -174,6 +174,26 @@ def test_an_interrupted_run_ends_with_the_same_losses(place: Path, monkeypatch, 
         torch.testing.assert_close(states[0]["masters"][name], master, rtol=0, atol=0)
     weights = [(place / name / "drafter/model.safetensors").read_bytes() for name in ("cut", "whole")]
     assert weights[0] == weights[1]
+
+
+def test_what_cannot_be_evaluated_is_told_before_training(place: Path, monkeypatch) -> None:
+    """And where the evaluation at the end fails after all, the drafter is there."""
+    with pytest.raises(DSpineError, match="no held-out conversation has an answer longer than a block of 39 proposals"):
+        Trainer(parse_train_config(run_of(place, "long", model={"block_size": 40})))
+    assert not (place / "long").exists()
+    schedule = {"max_steps": 2, "replacement_layers": 1}
+    settings = parse_train_config(run_of(place, "run", schedule=schedule))
+
+    def failing(*_: object, **__: object) -> None:
+        raise DSpineError("no anchor fell into a held-out answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "simulated_acceptance", failing)
+        with pytest.raises(DSpineError, match="no anchor"):
+            train(settings)
+    assert (place / "run/drafter/model.safetensors").is_file()
+    assert train(settings, resume=True)["acceptance"]["rounds"] > 0
+    assert train(parse_train_config(run_of(place, "none", schedule=schedule, data={"holdout": 0})))["acceptance"] is None
 
 
 def test_the_clocks_probe_may_be_interrupted(place: Path, monkeypatch) -> None:
