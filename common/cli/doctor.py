@@ -27,6 +27,7 @@ from dspine.common.configs import load_drafter_config, read_config
 from dspine.common.embedded import EMBEDDED_NAME, embedded_folder, is_prepared
 from dspine.common.environment import kernel_choice
 from dspine.common.errors import BackendError, DSpineError
+from dspine.common.generation import check_cache_options
 from dspine.common.memory import GIB, CacheOptions, device_memory, host_memory, plan_on
 from dspine.common.models import AUTO_DRAFT, SHIPPED_PAIRS, find_draft, resolve_model
 from dspine.common.parity.runner import OPERATIONS
@@ -209,10 +210,12 @@ def _pair(
                 num_layers=facts.get("num_hidden_layers"),
                 eos_token_ids=eos_ids_of_folder(folder),
             )
+            pair["matches"] = False  # unless the next line says nothing
             check_pair(load_drafter_config(draft), info, str(draft))
             pair["matches"] = True
         if runtime is None:
             return
+        check_cache_options(runtime, options)
         name = place_of(runtime, device)
         plan = plan_on(runtime, name, folder, draft, tokens=tokens, options=options)
         memory = device_memory(runtime, name)
@@ -220,8 +223,6 @@ def _pair(
         pair["fits"] = plan.total <= memory.usable
         plan.check(memory, f"{model} on {name}")
     except DSpineError as error:
-        if pair["matches"] is None and pair["drafter"]:
-            pair["matches"] = False
         found.problems.append(str(error))
 
 

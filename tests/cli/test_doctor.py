@@ -97,6 +97,18 @@ def test_a_backend_that_is_not_there(pair, dspine):
     assert code == 1 and "not available" in found["problems"][0]
 
 
+def test_caches_that_this_runtime_does_not_keep(pair, dspine):
+    code, found = ask(dspine, "--model", pair[0], "--kv-bits", "8")
+    assert code == 1 and found["problems"][0].startswith("kv_bits: the toy runtime keeps whole K/V in full precision only")
+
+
+def test_no_drafter_is_no_mismatch(pair, dspine):
+    """Weights that are gone: a problem, and nothing is said of a match where no drafter is known."""
+    (pair[0] / "model.safetensors").unlink()
+    code, found = ask(dspine, "--model", pair[0])
+    assert code == 1 and found["pair"]["matches"] is None and "holds no .safetensors file" in found["problems"][0]
+
+
 def test_a_device_that_is_not_there(pair, dspine):
     code, found = ask(dspine, "--model", pair[0], "--device", "metall")
     assert code == 1 and found["problems"] == ["device 'metall' is not there for toy; here: cpu; or leave --device at auto"]

@@ -11,6 +11,7 @@ import pytest
 
 from dspine.common.errors import BackendError, CheckpointError
 from dspine.common.runtimes import choose_runtime
+from dspine_mlx.arrays import wire_memory
 from dspine_mlx.runtime import RUNTIME
 from tests.mlx.toys import drafter_folder, save_model, toy_model
 
@@ -72,3 +73,20 @@ def test_pair_through_the_protocol(tmp_path):
     assert target.layer_ids == (1, 2) and drafter.info["block_size"] == 6
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         RUNTIME.load_drafter(tmp_path / "nowhere", target)
+
+
+def test_the_wired_limit_is_the_recommended_working_set(monkeypatch):
+    """As mlx_lm sets it, before weights are loaded; without Metal, and on a system that refuses, nothing is set."""
+    limits = []
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    if not mx.metal.is_available():
+        assert wire_memory() is None and limits == []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda *_: {"max_recommended_working_set_size": 12_345})
+    assert wire_memory() == 12_345 and limits == [12_345]
+
+    def refuse(limit):
+        raise RuntimeError("set_wired_limit needs macOS 15")
+
+    monkeypatch.setattr(mx, "set_wired_limit", refuse)
+    assert wire_memory() is None
