@@ -129,25 +129,34 @@ def tokenize_conversation(messages: list[dict[str, str]], tokenizer: Any, where:
     if not getattr(tokenizer, "chat_template", True):
         raise DSpineError(f"{where}: the target has no chat template; give input_ids with loss_mask instead")
 
-    def render(count: int, prompt: bool) -> list[int]:
+    def render(count: int, prompt: bool) -> str:
         try:
-            text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+            return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
         except (TemplateError, ValueError) as error:
             raise DSpineError(f"{where}: the target's chat template refuses the conversation: {error}") from error
+
+    def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    ids = render(len(messages), False)
+    ids = encode(render(len(messages), False))
     supervised = np.zeros(len(ids), dtype=bool)
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index == 0:
             continue
-        before, after = render(index, True), render(index + 1, False)
+        before, after = encode(render(index, True)), encode(_turn_end(render(index + 1, False), message["content"]))
         if ids[: len(before)] != before or ids[: len(after)] != after:
             raise DSpineError(
                 f"{where}: the chat template does not render turn {index + 1} as a prefix; split the conversation there"
             )
         supervised[len(before) : len(after)] = True
     return Conversation(np.asarray(ids), supervised, greedy)
+
+
+def _turn_end(text: str, content: str) -> str:
+    """`text` up to the end token of its last turn: a template's line break behind that is never generated. Where nothing else
+    ends the turn, the line break does."""
+    cut = text.rstrip("\n")
+    return text if content.strip() and cut.endswith(content.strip()) else cut
 
 
 def export_specforge(source: Path, output: Path, model: str, as_text: bool) -> int:

@@ -130,10 +130,13 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 
 
 class WordTokenizer:
-    """A chat template in one line; one id a character."""
+    """A chat template in one line; one id a character. end: what stands behind a turn."""
+
+    def __init__(self, end="|"):
+        self.end = end
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        text = "".join(f"<{m['role'][0]}>{m['content']}|" for m in messages)
+        text = "".join(f"<{m['role'][0]}>{m['content']}{self.end}" for m in messages)
         return text + ("<a>" if add_generation_prompt else "")
 
     def encode(self, text, add_special_tokens):
@@ -153,6 +156,14 @@ def test_assistant_turns_are_supervised(tmp_path) -> None:
     opened = tokenize_conversation([{"role": "assistant", "content": "Hello"}, *messages], WordTokenizer(), "x")
     text = "".join(chr(t) for t in opened.tokens)
     assert "".join(c for c, s in zip(text, opened.supervised, strict=True) if s) == "yo|ok|"  # what answers nothing is context
+    for end, supervised in (
+        ("|\n", "yo|ok|"),
+        ("\n", "yo\nok\n"),
+        ("", "yook"),
+    ):  # a line break behind an end token is the template's
+        conversation = tokenize_conversation(messages, WordTokenizer(end), "x")
+        marked = zip(conversation.tokens, conversation.supervised, strict=True)
+        assert "".join(chr(token) for token, mark in marked if mark) == supervised
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"conversations": messages}) + "\n\n")
     assert len(load_conversations(path, WordTokenizer)) == 1
