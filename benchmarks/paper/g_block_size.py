@@ -44,7 +44,7 @@ def plot(content: dict[str, Any], axes: Any) -> None:
 EXPERIMENT = Experiment(
     "g",
     "block size",
-    "every published drafter uses blocks of 16 (an anchor and 15 drafts); no sweep published",
+    "the article drafts in blocks of 16 throughout (an anchor and 15 drafts); it sweeps no other size",
     tuple(BLOCKS.values()),
     report,
     plot,

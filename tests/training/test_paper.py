@@ -192,6 +192,13 @@ def made_up(level: float, scores: list[str], seed: int = 0) -> dict[str, Any]:
     return result | {"probes": {"groups": groups, "accuracy": [[0.2] * 3] * 2, "intervals": bounds}}
 
 
+def swept_to(results: dict[str, Any], level: float, seed: int = 0) -> dict[str, Any]:
+    """The same results with another outcome at K = 24 and 32."""
+    full, other = json.loads(json.dumps(results["full"])), made_up(level, ["walk"], seed)
+    full["scores"] |= {name: other["scores"]["walk"] for name in ("top_24", "top_32")}
+    return results | {"full": full}
+
+
 def test_every_experiment_reports_and_plots(tmp_path: Path, capsys) -> None:
     levels = {"full": 1.0, "no_refinement": 0.7, "no_injection": 0.4, "dflash": 0.3, "backbone_token": 0.1}
     results = {
@@ -213,6 +220,11 @@ def test_every_experiment_reports_and_plots(tmp_path: Path, capsys) -> None:
         assert (tmp_path / f"{letter}.png").stat().st_size > 5000
     assert build(everything.EXPERIMENTS["b"], results, ["0"])["temperatures"]["0"]["holds"] == "yes"
     assert "does it hold here: yes" in text_of(build(everything.EXPERIMENTS["b"], results, ["0"]))
+    for level, holds in ((1.0, "yes"), (0.5, "yes"), (1.6, "no")):
+        report = build(everything.EXPERIMENTS["f"], swept_to(results, level), ["0"])
+        assert report["temperatures"]["0"]["holds"] == holds
+    noisy = build(everything.EXPERIMENTS["f"], swept_to(results, 1.0, seed=3), ["0"])["temperatures"]["0"]
+    assert noisy["holds"] == "within noise"  # an interval around 1 % says nothing
     few = results | {"full": made_up(1.0, ["walk", "independent"])}
     swept = build(everything.EXPERIMENTS["f"], few, ["0"])["temperatures"]["0"]
     assert list(swept["top_k"]) == ["16"] and swept["holds"] is None and "K is not swept" in swept["sentences"][-1]
