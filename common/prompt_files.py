@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dspine.common.checkpoints import read_header
 from dspine.common.decoding import DecodingLoop, DecodingParams
-from dspine.common.errors import DSpineError
+from dspine.common.errors import CheckpointError, DSpineError
 from dspine.common.protocols import Engine
 from dspine.common.runtimes import load_runtime
 from dspine.common.selection.policies import StaticPolicy
@@ -78,6 +79,17 @@ def write_prompt_cache(
         pass
     about = {"text": text, "prompt": prompt, "system_prompt": system_prompt, "raw": raw}
     return len(ids), save(path, engine.target, engine.drafter, session, about)
+
+
+def tokens_held(path: Path) -> int:
+    """Tokens of a prompt cache file, from its header, for memory plans; 0 where that does not say: reading it will."""
+    if not path.is_file():
+        return 0
+    try:
+        entry = read_header(path).get("tokens")
+    except CheckpointError:
+        return 0
+    return entry.shape[0] if entry is not None and len(entry.shape) == 1 else 0
 
 
 def read_prompt_cache(engine: Engine, path: Path, *, system_prompt: str | None = None, raw: bool = False) -> CachedPrompt:

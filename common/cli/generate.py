@@ -22,7 +22,7 @@ from dspine.common.embedded import EMBEDDED_NAME, is_prepared
 from dspine.common.errors import DSpineError
 from dspine.common.generation import PLAN_TOKENS, GenerationStep, load, stream_generate
 from dspine.common.memory import CacheOptions
-from dspine.common.prompt_files import read_prompt_cache
+from dspine.common.prompt_files import read_prompt_cache, tokens_held
 from dspine.common.protocols import Engine
 from dspine.common.runtimes import AUTO, choose_runtime
 from dspine.common.sampling import SamplingParams
@@ -180,8 +180,11 @@ def cache_options(options: GenerateOptions) -> CacheOptions:
 def build_engine(
     options: GenerateOptions, *, plan_tokens: int = PLAN_TOKENS, announce: Callable[[str], None] | None = None
 ) -> Engine:
-    """Choose the runtime and load the pair. Memory is planned for `plan_tokens` and the answer. Raises DSpineError."""
+    """Choose the runtime and load the pair. Memory is planned for `plan_tokens`, a prompt cache file's tokens and the answer.
+    Raises DSpineError."""
     runtime, reason = choose_runtime(options.backend)
+    if options.prompt_cache_file is not None:
+        plan_tokens += tokens_held(Path(options.prompt_cache_file))
     with preparing(options.model):
         engine = load(
             runtime,

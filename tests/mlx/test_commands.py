@@ -152,6 +152,21 @@ def test_the_plan_comes_before_loading_and_can_refuse(dspine, monkeypatch):
     assert run.code == 2 and "does not fit: weights" in flat and "0.00 GiB are usable (a toy machine)" in flat
 
 
+def test_the_plan_counts_a_prompt_cache(dspine, tmp_path):
+    file = tmp_path / "prompt.safetensors"
+    assert dspine("cache-prompt", "--raw", "--prompt", "w5 w6 w7 w8", "--prompt-cache-file", file).code == 0
+    planned = [
+        int(re.search(r"GiB for (\d+) tokens", " ".join(dspine("generate", *LENGTH, "--prompt", "w9", *flags).err.split()))[1])
+        for flags in ((), ("--prompt-cache-file", file))
+    ]
+    assert planned[1] == planned[0] + 4
+    damaged = tmp_path / "damaged"
+    for content in (b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0{}"):
+        damaged.write_bytes(content)
+        run = dspine("generate", "--prompt", "w9", "--prompt-cache-file", damaged)
+        assert run.code == 2 and "is no prompt cache" in run.err and "Traceback" not in run.err
+
+
 def test_doctor_on_this_pair(dspine):
     run = dspine("doctor", "--json")
     found = json.loads(run.out)
