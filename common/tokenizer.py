@@ -29,7 +29,8 @@ class Tokenizer:
         return bool(self.backend.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        # its warning about long texts ("indexing errors") is not ours: what exceeds the context is refused with the numbers
+        return self.backend.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; spaces are left as they are."""

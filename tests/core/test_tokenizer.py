@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -245,3 +246,16 @@ def test_spaces_before_punctuation_stay(tokenizer):
     """Some cards ask for `clean_up_tokenization_spaces`, which would change text that has been printed already."""
     ids = tokenizer.encode("a , b .")
     assert tokenizer.decode(ids) == "a , b ." == "".join(pieces_of(tokenizer, ids))
+
+
+def test_long_texts_bring_no_warning_of_another_library(tokenizer, monkeypatch):
+    """It speaks of indexing errors; a text that exceeds the context is refused by `encode_prompt`, with the numbers."""
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    monkeypatch.setattr(tokenizer.backend, "model_max_length", 4)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        assert len(tokenizer.encode("a b c d e f g")) > 4 and said == []
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
