@@ -86,8 +86,9 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
     return [] if old == new else [f"{name}: {old!r} there, {new!r} now"]
 
 
-def trim_metrics(path: Path, step: int) -> None:
-    """Drop lines of steps beyond `step`, so that a resumed run's file has every step once."""
+def trim_metrics(path: Path, step: int, last: int | None = None) -> None:
+    """Drop lines of steps beyond `step`, so that a resumed run's file has every step once; where `step` is the `last` one, its
+    evaluation and end too, which are made again."""
     if not path.is_file():
         return
     kept = []
@@ -96,7 +97,8 @@ def trim_metrics(path: Path, step: int) -> None:
             row = json.loads(line)
         except json.JSONDecodeError:  # the line that was being written when the run was killed
             continue
-        if row.get("step", 0) <= step:
+        again = step == last and row.get("step") == last and row.get("kind") in ("eval", "end")
+        if row.get("step", 0) <= step and not again:
             kept.append(line)
     temporary = path.with_suffix(".part")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

@@ -238,7 +238,7 @@ class Trainer:
             raise DSpineError(f"run.output_dir {self.output}: cannot be made a folder ({error.strerror})") from error
         self.metrics = self.output / "metrics.jsonl"
         if self.leader:
-            trim_metrics(self.metrics, self.step)
+            trim_metrics(self.metrics, self.step, self.config.schedule.max_steps)
             (self.output / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
 
     @property

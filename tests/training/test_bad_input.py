@@ -167,8 +167,12 @@ def test_an_interrupted_run_ends_with_the_same_losses(place: Path, monkeypatch, 
         with pytest.raises(KeyboardInterrupt):
             train(settings)
     train(settings, resume=True)
+    train(settings, resume=True)  # of a run that is over: its end is made again, not added
     train(parse_train_config(run_of(place, "whole", **sections)))
     assert losses(place / "cut") == losses(place / "whole")
+    texts = [(place / name / "metrics.jsonl").read_text().splitlines() for name in ("cut", "whole")]
+    lines = [[(row["kind"], row["step"]) for row in map(json.loads, text)] for text in texts]
+    assert lines[0] == lines[1]
     states = [torch.load(place / f"{n}/checkpoints/step-00000005.pt", weights_only=True)["optimizer"] for n in ("cut", "whole")]
     for name, master in states[1]["masters"].items():
         torch.testing.assert_close(states[0]["masters"][name], master, rtol=0, atol=0)
