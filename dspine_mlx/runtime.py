@@ -95,6 +95,13 @@ class MlxRuntime:
         working = int(facts.get("max_recommended_working_set_size") or facts.get("free_memory") or total)
         return DeviceMemory(total, working, "recommended working set" if device == "metal" else "free device memory")
 
+    def peak_memory(self) -> int:
+        """Bytes that MLX's allocator held at most; on a Mac the size of the process leaves out what Metal holds."""
+        self._require()
+        import mlx.core as mx
+
+        return mx.get_peak_memory()
+
     def runs_wide(self, card: dict[str, Any], device: str) -> bool:
         """For memory plans: whether a model with this config.json runs in float32 unless told otherwise, as `load_target` says:
         on the CPU, quantised ones and those with experts."""

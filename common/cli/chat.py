@@ -19,7 +19,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dspine.common.cli.generate import Request, build_engine, build_request, peak_memory_bytes, with_policy
+from dspine.common.cli.generate import (
+    Request,
+    build_engine,
+    build_request,
+    memory_line,
+    peak_memory_bytes,
+    peak_on_device,
+    with_policy,
+)
 from dspine.common.cli.options import GenerateOptions, flag
 from dspine.common.errors import DSpineError
 from dspine.common.generation import GenerationStep, stream_generate
@@ -279,7 +287,7 @@ def stats_table(talk: Chat) -> Table:
         )
     if totals.seconds > 0:
         rows.append(("speed", f"{totals.in_rounds / totals.seconds:.1f} tokens/s"))
-    rows.append(("memory", f"{peak_memory_bytes() / 2**20:.0f} MiB at the peak"))
+    rows.append(("memory", memory_line(engine.runtime, peak_memory_bytes(), peak_on_device(engine))))
     for label, text in [*rows, *(("note", note) for note in totals.notes)]:
         table.add_row(f"[dim]{label}[/dim]", escape(text))
     return table

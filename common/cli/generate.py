@@ -24,7 +24,7 @@ from dspine.common.generation import PLAN_TOKENS, GenerationStep, load, stream_g
 from dspine.common.memory import CacheOptions
 from dspine.common.prompt_files import read_prompt_cache, tokens_held
 from dspine.common.protocols import Engine
-from dspine.common.runtimes import AUTO, choose_runtime
+from dspine.common.runtimes import AUTO, choose_runtime, load_runtime
 from dspine.common.sampling import SamplingParams
 from dspine.common.selection.choose import choose_policy
 from dspine.common.selection.policies import AUTO_POLICY, StaticPolicy, check_policy_name
@@ -267,6 +267,7 @@ def build_report(options: GenerateOptions, engine: Engine, request: Request, run
         "policy_reason": request.policy_reason if drafter is not None else None,
         "acceptance": rule if drafter is not None else None,
         "peak_memory_bytes": peak_memory_bytes(),
+        "peak_device_memory_bytes": peak_on_device(engine),
         "notes": engine.notes,
     }
 
@@ -275,6 +276,18 @@ def peak_memory_bytes() -> int:
     """Largest resident size of this process so far (host memory). Linux counts in KiB, macOS in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_on_device(engine: Engine) -> int | None:
+    """What the runtime's own allocator held at most, in bytes; None where it does not say."""
+    ask = getattr(load_runtime(engine.runtime)[0], "peak_memory", None)
+    return ask() if ask is not None else None
+
+
+def memory_line(engine_name: str, process: int, device: int | None) -> str:
+    """Both peaks for people."""
+    held = f"; {device / 2**20:.0f} MiB held by {engine_name}" if device is not None else ""
+    return f"{process / 2**20:.0f} MiB at the peak{held}"
 
 
 def summary_table(report: dict[str, Any], stats: Statistics) -> Table:
@@ -296,7 +309,7 @@ def summary_table(report: dict[str, Any], stats: Statistics) -> Table:
         same = "the same tokens" if report["same_tokens_as_plain"] else "other tokens, see `Lossless` in the README"
         speedup = f"{report['speedup']:.2f}x" if report["speedup"] else "-"
         rows.append(("plain", f"{report['plain_tokens_per_second']:.1f} tokens/s, {same}; speed-up {speedup}"))
-    rows.append(("memory", f"{report['peak_memory_bytes'] / 2**20:.0f} MiB at the peak"))
+    rows.append(("memory", memory_line(report["backend"], report["peak_memory_bytes"], report["peak_device_memory_bytes"])))
     if stats.non_finite_drafts:
         rows.append(("warning", f"{stats.non_finite_drafts} drafts were not finite; those rounds decoded plainly"))
     for label, text in rows:

@@ -8,6 +8,7 @@ import re
 import sys
 from types import SimpleNamespace
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -150,6 +151,14 @@ def test_the_plan_comes_before_loading_and_can_refuse(dspine, monkeypatch):
     run = dspine("generate", *LENGTH, "--prompt", "w5")
     flat = " ".join(run.err.split())
     assert run.code == 2 and "does not fit: weights" in flat and "0.00 GiB are usable (a toy machine)" in flat
+
+
+def test_the_peak_of_mlx_is_reported(dspine):
+    """The process's size is not what Metal holds."""
+    found = report(dspine("generate", *LENGTH, "--json", "--prompt", "w5 w6"))
+    assert 0 < found["peak_device_memory_bytes"] <= mx.get_peak_memory() and found["peak_memory_bytes"] > 0
+    for run in (dspine("generate", *LENGTH, "--prompt", "w5 w6"), dspine("chat", *LENGTH, lines=["w5", "/stats"])):
+        assert re.search(r"MiB at the peak; \d+ MiB held by mlx", " ".join(run.err.split()))
 
 
 def test_the_plan_counts_a_prompt_cache(dspine, tmp_path):
