@@ -89,6 +89,18 @@ def capture(function: Callable[[], None], device: torch.device, pool: Any) -> to
     return graph
 
 
+def held_pool(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
+    """Memory for graphs that come and go, and a graph that keeps it. torch gives a pool up with its last graph and then refuses
+    to capture into it ("use_count > 0") for as long as any of its memory is not yet back."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def something() -> None:
+        torch.zeros(1, device=device)
+
+    with torch.cuda.device(device), torch.inference_mode():
+        return pool, capture(something, device, pool)
+
+
 class EagerRunner:
     """The static steps one after another, lengths read by the host."""
 

@@ -21,7 +21,7 @@ import torch
 from dspine.common.errors import DSpineError
 from dspine.common.sampling import SamplingParams
 from dspine.common.serving.shared import SHARED
-from dspine_cuda.graphs import PLAIN, GraphRunner, Mode, Runner
+from dspine_cuda.graphs import PLAIN, GraphRunner, Mode, Runner, held_pool
 from dspine_cuda.serving_prompts import SlotPrompts
 from dspine_cuda.static.arena import GIB, ArenaShape, arena_bytes
 from dspine_cuda.static.loop import pair_refusal
@@ -92,7 +92,8 @@ class SlotGraphs:
         self.widths = [*(w for w in SHARED if w < self.rows), self.rows] if drafter is not None else []
         self.sizes = [*(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < count), count]
         if make_runner is None:
-            pool = torch.cuda.graph_pool_handle() if pool is None else pool
+            if pool is None:
+                pool, self._keeper = held_pool(self.arena.device)
             make_runner = partial(GraphRunner, conditional=False, pool=pool)
         self._make_runner = make_runner
         self._prompts = SlotPrompts(target, drafter, self.arena, wanted=prompts, pool=pool)

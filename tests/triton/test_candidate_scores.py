@@ -82,11 +82,13 @@ def test_candidates_of_an_idle_slot_may_be_anything(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_messages_and_what_is_heard(device, dtype):
-    """`heard` changes no message; the anchor hears nothing; a block's bits do not depend on the blocks beside it."""
+    """`heard` changes no message (only whether a product and a sum are rounded once or twice); the anchor hears nothing; a
+    block's bits do not depend on the blocks beside it."""
     args, raw = block(device, dtype)
     w, code = weights(device, dtype), args[2]
     gated, heard = injection_messages.injection_messages(raw, code, w, True)
-    assert torch.equal(injection_messages.injection_messages(raw, code, w), gated)
+    alone = injection_messages.injection_messages(raw, code, w).float()
+    assert float((alone - gated.float()).abs().max()) <= (1e-6 if dtype == torch.float32 else 8e-3) * float(alone.abs().max())
     assert not heard[:, 0].any() and float(gated[:, 0].abs().max()) < 1e-37  # the interpreter rounds 0 up
     one, own = injection_messages.injection_messages(raw[1:], code[1:], w, True)
     assert torch.equal(one[0], gated[1]) and torch.equal(own[0], heard[1])
