@@ -61,12 +61,7 @@ def write_prompt_cache(
     progress: Progress | None = None,
 ) -> tuple[int, int]:
     """Read a prompt and save its caches; returns (tokens, bytes of the file). DSpineError where the runtime keeps none."""
-    check_prompt(prompt)
-    save = _ability(engine, "save_prompt_cache")
-    if raw and system_prompt is not None:
-        raise DSpineError("a system prompt needs the chat template, but raw was asked for: put the text into the prompt")
-    if not path.parent.is_dir():
-        raise DSpineError(f"folder {path.parent} does not exist: make it first, or name another --prompt-cache-file")
+    save = check_writing(load_runtime(engine.runtime)[0], path, prompt, system_prompt=system_prompt, raw=raw)
     text = prompt
     if not raw:
         system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
@@ -81,10 +76,26 @@ def write_prompt_cache(
     return len(ids), save(path, engine.target, engine.drafter, session, about)
 
 
-def tokens_held(path: Path) -> int:
-    """Tokens of a prompt cache file, from its header, for memory plans; 0 where that does not say: reading it will."""
+def check_writing(runtime: Any, path: Path, prompt: str, *, system_prompt: str | None, raw: bool) -> Any:
+    """What needs no model, to be asked before one is loaded; returns the runtime's own writer. Raises DSpineError."""
+    check_prompt(prompt)
+    save = _ability(runtime, "save_prompt_cache")
+    if raw and system_prompt is not None:
+        raise DSpineError("a system prompt needs the chat template, but raw was asked for: put the text into the prompt")
+    if not path.parent.is_dir():
+        raise DSpineError(f"folder {path.parent} does not exist: make it first, or name another --prompt-cache-file")
+    if path.is_dir():
+        raise DSpineError(f"{path} is a folder: name a file in it as --prompt-cache-file")
+    return save
+
+
+def check_reading(runtime: Any, path: Path) -> int:
+    """What needs no model: a runtime that reads such files, and a file. Returns the tokens that its header tells of, for memory
+    plans; 0 where it tells of none: `read_prompt_cache` says what is wrong. Raises DSpineError."""
+    _ability(runtime, "load_prompt_cache")
     if not path.is_file():
-        return 0
+        what = "is no file" if path.exists() else "does not exist"
+        raise DSpineError(f"prompt cache {path} {what}: make one with dspine cache-prompt")
     try:
         entry = read_header(path).get("tokens")
     except CheckpointError:
@@ -94,7 +105,8 @@ def tokens_held(path: Path) -> int:
 
 def read_prompt_cache(engine: Engine, path: Path, *, system_prompt: str | None = None, raw: bool = False) -> CachedPrompt:
     """A saved prompt, for this very pair. DSpineError for a file of another model, or one that goes with other flags."""
-    tokens, cache, draft_cache, about = _ability(engine, "load_prompt_cache")(path, engine.target, engine.drafter)
+    read = _ability(load_runtime(engine.runtime)[0], "load_prompt_cache")
+    tokens, cache, draft_cache, about = read(path, engine.target, engine.drafter)
     if raw and not about["raw"]:
         raise DSpineError(f"{path} holds a chat prompt, and --raw was asked for: drop --raw")
     if system_prompt is not None and system_prompt != about["system_prompt"]:
@@ -105,8 +117,8 @@ def read_prompt_cache(engine: Engine, path: Path, *, system_prompt: str | None =
     return CachedPrompt(session, listed, about["text"], about["prompt"], about["system_prompt"], about["raw"])
 
 
-def _ability(engine: Engine, name: str) -> Any:
-    found = getattr(load_runtime(engine.runtime)[0], name, None)
+def _ability(runtime: Any, name: str) -> Any:
+    found = getattr(runtime, name, None)
     if found is None:
-        raise DSpineError(f"the {engine.runtime} runtime keeps no prompt cache files: use --backend mlx")
+        raise DSpineError(f"the {runtime.name} runtime keeps no prompt cache files: use --backend mlx")
     return found

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from dspine.common.cli.generate import build_engine, prompt_progress, read_prompt
 from dspine.common.cli.options import GenerateOptions, flag
-from dspine.common.prompt_files import write_prompt_cache
+from dspine.common.prompt_files import check_writing, write_prompt_cache
+from dspine.common.runtimes import choose_runtime
 
 _TAKEN = (
     "model", "draft_model", "no_draft", "system_prompt", "raw", "backend", "device", "dtype", "max_kv_size", "kv_bits",
@@ -39,6 +40,8 @@ def cache_prompt(options: Any) -> None:
     """Read a prompt and save its caches; a later prompt goes on from its text."""
     shared = {name: getattr(options, name) for name in _TAKEN}
     prompt = read_prompt(options.prompt)
+    file, text = options.prompt_cache_file, {"system_prompt": options.system_prompt, "raw": options.raw}
+    check_writing(choose_runtime(options.backend)[0], file, prompt, **text)  # before a model is loaded for nothing
     notes = Console(stderr=True, highlight=False)
     engine = build_engine(
         GenerateOptions(prompt="cache", **shared),
@@ -47,14 +50,13 @@ def cache_prompt(options: Any) -> None:
     )
     tokens, size = write_prompt_cache(
         engine,
-        options.prompt_cache_file,
+        file,
         prompt,
-        system_prompt=options.system_prompt,
-        raw=options.raw,
+        **text,
         chunk=options.prefill_step_size,
         progress=prompt_progress(options.prefill_step_size),
     )
-    notes.print(f"{tokens} tokens, {size / 2**20:.1f} MiB: {options.prompt_cache_file}", markup=False)
+    notes.print(f"{tokens} tokens, {size / 2**20:.1f} MiB: {file}", markup=False)
     if options.json:
-        report = {"file": str(options.prompt_cache_file), "tokens": tokens, "bytes": size, "drafter": engine.draft_model}
+        report = {"file": str(file), "tokens": tokens, "bytes": size, "drafter": engine.draft_model}
         sys.stdout.write(json.dumps(report) + "\n")

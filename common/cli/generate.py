@@ -22,7 +22,7 @@ from dspine.common.embedded import EMBEDDED_NAME, is_prepared
 from dspine.common.errors import DSpineError
 from dspine.common.generation import PLAN_TOKENS, GenerationStep, load, stream_generate
 from dspine.common.memory import CacheOptions
-from dspine.common.prompt_files import read_prompt_cache, tokens_held
+from dspine.common.prompt_files import check_reading, read_prompt_cache
 from dspine.common.protocols import Engine
 from dspine.common.runtimes import AUTO, choose_runtime, load_runtime
 from dspine.common.sampling import SamplingParams
@@ -101,6 +101,8 @@ def build_request(options: GenerateOptions) -> Request:
         check_rule(options.acceptance, temperature=sampling.temperature, reads_draft_tokens=reads, policy=options.policy)
     if options.compare and options.no_draft:
         raise DSpineError("--compare needs a drafter to compare with plain decoding, and --no-draft takes it away: drop one")
+    if options.compare and options.prompt_cache_file is not None:
+        raise DSpineError("--compare reads the prompt twice, and a prompt cache is used up by the first: drop one")
     names = ("max_tokens", "top_p", "top_k", "min_p", "seed", "system_prompt", "raw", "ignore_eos")
     passed = {name: getattr(options, name) for name in (*names, *_PENALTIES)}
     passed |= {"temperature": options.temp, "acceptance": str(options.acceptance), "prefill_chunk": options.prefill_step_size}
@@ -133,8 +135,6 @@ def from_prompt_cache(request: Request, engine: Engine, options: GenerateOptions
     """The request going on from `--prompt-cache-file`, where one was named."""
     if options.prompt_cache_file is None:
         return request
-    if options.compare:
-        raise DSpineError("--compare reads the prompt twice, and a prompt cache is used up by the first: drop one")
     file = Path(options.prompt_cache_file)
     cached = read_prompt_cache(engine, file, system_prompt=options.system_prompt, raw=options.raw)
     ids = cached.continued(engine, request.prompt)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def build_engine(
     Raises DSpineError."""
     runtime, reason = choose_runtime(options.backend)
     if options.prompt_cache_file is not None:
-        plan_tokens += tokens_held(Path(options.prompt_cache_file))
+        plan_tokens += check_reading(runtime, Path(options.prompt_cache_file))
     with preparing(options.model):
         engine = load(
             runtime,

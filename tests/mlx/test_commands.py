@@ -137,6 +137,23 @@ def test_flags_that_do_not_go_together(dspine, tmp_path):
     assert run.code == 2 and "holds a chat prompt" in run.err
 
 
+def test_prompt_files_are_asked_about_before_a_model_is_loaded(dspine, tmp_path):
+    """No memory plan, so no loading: the message is all there is."""
+    for arguments, message in (
+        (("generate", "--prompt", "w9", "--prompt-cache-file", tmp_path / "absent"), "does not exist: make one with"),
+        (("chat", "--prompt-cache-file", tmp_path), "is no file: make one with"),
+        (("cache-prompt", "--prompt", "w9", "--prompt-cache-file", tmp_path), "is a folder: name a file in it"),
+        (("cache-prompt", "--prompt", "w9", "--prompt-cache-file", tmp_path / "no" / "x"), "does not exist: make it first"),
+        (("cache-prompt", "--prompt", " ", "--prompt-cache-file", tmp_path / "x"), "prompt is empty"),
+        (
+            ("generate", "--prompt", "w9", "--compare", "--prompt-cache-file", tmp_path / "x"),
+            "--compare reads the prompt twice",
+        ),
+    ):
+        run = dspine(*arguments)
+        assert run.code == 2 and message in run.err and run.err.count("\n") == 1, run.err
+
+
 def test_quantised_and_limited_caches_run(dspine):
     eight = report(dspine("generate", *LENGTH, "--json", "--prompt", "w5 w6 w7", "--kv-bits", "8"))
     assert len(eight["token_ids"]) == 12
