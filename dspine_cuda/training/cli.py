@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +24,40 @@ class _RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+@contextmanager
+def _interruptible(how: str) -> Iterator[None]:
+    """Ctrl-C is one line that says `how` to go on, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        typer.echo(f"\ninterrupted: {how}", err=True)  # begins below a progress bar
+        raise typer.Exit(INTERRUPTED) from error
+
+
+def _check_place(option: str, path: Path) -> None:
+    """DSpineError unless a file can be written to `path`; told before the work whose result it would hold."""
+    try:
+        if path.is_dir():
+            raise DSpineError(f"{option}: {path} is a folder: name a file")
+        probe = path.with_name(path.name + ".part")  # where write_whole begins
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a device or a pipe is written as it is
+            return
+        probe.open("wb").close()
+        probe.unlink()
+    except OSError as error:
+        raise DSpineError(f"{option}: cannot write {path} ({error.strerror or error}): name another place") from error
+
+
 _PLAIN = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}
 app = typer.Typer(**_PLAIN, help="Train and measure drafters.")
 train_app = typer.Typer(
     **_PLAIN,
     cls=_RunByDefault,
-    help="Train a drafter: `train CONFIG [section.key=value ...]`. Make its data first: `train data FOLDER`.",
+    help="Train a drafter: `train CONFIG \\[section.key=value ...]`. Make its data first: `train data FOLDER`.",
 )
 app.add_typer(train_app, name="train")
 
@@ -42,9 +72,14 @@ def train_command(
     from dspine_cuda.training.config import load_train_config
 
     settings = load_train_config(config, overrides or [])
-    from dspine_cuda.training.loop import train
+    with _interruptible(
+        f"the same command with --resume goes on from the newest checkpoint in {settings.run.output_dir} (where there is none "
+        f"yet, it begins again)"
+    ):
+        from dspine_cuda.training.loop import train
 
-    typer.echo(json.dumps(train(settings, resume)))
+        result = train(settings, resume)
+    typer.echo(json.dumps(result))
 
 
 @train_app.command("data")
@@ -90,7 +125,9 @@ def data_command(
         shard_size=shard_size,
         seed=seed,
     )
-    typer.echo(json.dumps(Recipe(settings, output, device=device, dtype=dtype, batch=batch, progress=progress).run()))
+    with _interruptible(f"the same command goes on; finished files in {output} are kept"):
+        report = Recipe(settings, output, device=device, dtype=dtype, batch=batch, progress=progress).run()
+    typer.echo(json.dumps(report))
 
 
 @train_app.command("export-data")
@@ -103,7 +140,9 @@ def export_data_command(
     """Write training data in SpecForge's form: pre-tokenised rows, or preformatted texts."""
     from dspine_cuda.training.data import export_specforge
 
-    typer.echo(json.dumps({"rows": export_specforge(data, output, model, text), "file": str(output)}))
+    with _interruptible(f"{output} was not written; the same command begins again"):
+        rows = export_specforge(data, output, model, text)
+    typer.echo(json.dumps({"rows": rows, "file": str(output)}))
 
 
 @app.command("eval-draft")
@@ -122,18 +161,19 @@ def eval_command(
     """Greedy acceptance of a drafter on held-out greedy answers, by the inference code; prints one JSON line."""
     from dspine_cuda.training.evaluate import evaluate_folder
 
-    result = evaluate_folder(
-        drafter,
-        data,
-        model,
-        holdout=holdout,
-        count=conversations,
-        stride=stride,
-        exact=exact,
-        independent=independent,
-        device=device,
-        dtype=dtype,
-    )
+    with _interruptible("nothing was kept; the same command begins again"):
+        result = evaluate_folder(
+            drafter,
+            data,
+            model,
+            holdout=holdout,
+            count=conversations,
+            stride=stride,
+            exact=exact,
+            independent=independent,
+            device=device,
+            dtype=dtype,
+        )
     typer.echo(json.dumps(result))
 
 
@@ -178,11 +218,18 @@ def eval_sets_command(
         texts=texts,
         progress=progress,
     )
-    result = evaluate(settings)
+    settings.check()
     if output is not None:
-        write_json(output, result)
+        _check_place("--json", output)
+    kept = "a --texts folder would keep finished answers" if texts is None else f"finished answers in {texts} are kept"
+    with _interruptible(f"the same command begins again ({kept})"):
+        result = evaluate(settings)
     typer.echo(table_text(result), err=True)
-    typer.echo(json.dumps(result))
+    try:
+        if output is not None:
+            write_json(output, result)
+    finally:  # a disk that has filled up meanwhile costs the file, not the result
+        typer.echo(json.dumps(result))
 
 
 def main(arguments: list[str] | None = None) -> int:

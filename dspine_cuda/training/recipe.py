@@ -91,24 +91,32 @@ class Recipe:
         settings.check()
         self.settings, self.output, self.batch, self.progress = settings, output, batch, progress
         self.device, self.dtype = device, dtype
-        self._claim_folder()
+        self._is_claimed()
         self.folder = resolve_model(settings.model)
         self.tokenizer = load_tokenizer(self.folder)
         self._generators: dict[tuple[int, frozenset[int]], BatchGenerator | CachedGenerator] = {}
         self._target: Any = None
 
-    def _claim_folder(self) -> None:
-        """A folder belongs to one recipe: another one would mix into its files."""
+    def _is_claimed(self) -> bool:
+        """Whether the folder is this recipe's. DSpineError where it is another's: that would mix into its files."""
         path, wanted = self.output / "recipe.json", json.loads(json.dumps(asdict(self.settings)))
         if path.is_file():
             stored = json.loads(json.dumps(asdict(RecipeSettings("")))) | read_json(path)  # settings newer than the folder
             changed = [f"{k}: {stored.get(k)!r} there, {v!r} now" for k, v in wanted.items() if stored.get(k) != v]
             if changed:
                 raise DSpineError(f"{self.output} was begun with other settings ({'; '.join(changed)}); use another folder")
-            return
+            return True
+        if self.output.exists() and not self.output.is_dir():
+            raise DSpineError(f"{self.output} is no folder: choose a folder for the shards")
         if any(self.output.glob("*.npz")):
             raise DSpineError(f"{self.output} holds npz files but no recipe.json: choose an empty folder")
-        write_json(path, wanted)
+        return False
+
+    def _claim_folder(self) -> None:
+        """Before the first file, and after all that bad settings can fail at: they can then be put right in the same folder."""
+        if not self._is_claimed():
+            self._check_context(self.settings.max_prompt_tokens + self.settings.max_tokens)
+            write_json(self.output / "recipe.json", asdict(self.settings))
 
     def _claim_prompts(self, prompts: list[str]) -> None:
         """Shards answer numbered prompts: prompt files that changed since the first call would give others those numbers."""
@@ -127,11 +135,12 @@ class Recipe:
         """Prompts, then answers; returns (and stores) what was made."""
         started = time.perf_counter()
         prompts = self.collect_prompts()
-        self._claim_prompts(prompts)
         encoded, dropped = self._encode(prompts)
         if not encoded:
             limit = self.settings.max_prompt_tokens
             raise DSpineError(f"no prompt is left: all {dropped} are longer than --max-prompt-tokens {limit}")
+        self._claim_folder()
+        self._claim_prompts(prompts)
         made = self.answer(encoded)
         seconds = time.perf_counter() - started
         conversations = load_conversations(self.output)
@@ -156,7 +165,11 @@ class Recipe:
         settings = self.settings
         excluded = [turn for path in settings.exclude for prompt in read_prompts(path) for turn in prompt.turns]
         distinct = Distinct(excluded)
-        kept = [p.turns[0] for path in settings.prompts for p in read_prompts(path) if distinct.add(p.turns[0])]
+        given = [prompt.turns[0] for path in settings.prompts for prompt in read_prompts(path)]
+        kept = [text for text in given if distinct.add(text)]
+        if not kept and not settings.self_prompts:
+            why = "are, or share text with, those of --exclude" if excluded else "are without a word"
+            raise DSpineError(f"no prompt is left: all {len(given)} of --prompts {why}")
         own: list[str] = []
         rounds = -(-settings.self_prompts // ROUND)
         for number in range(MAX_ROUNDS_FACTOR * rounds):
@@ -165,12 +178,16 @@ class Recipe:
             own += [text for text in self._round(number, len(own), kept) if usable_prompt(text) and distinct.add(text)]
         if len(own) < settings.self_prompts:
             raise DSpineError(
-                f"the target wrote only {len(own)} distinct prompts in {MAX_ROUNDS_FACTOR * rounds} rounds of {ROUND}; ask for "
-                f"fewer (--self-prompts), or raise --prompt-temperature"
+                f"the target wrote only {len(own)} distinct prompts in {MAX_ROUNDS_FACTOR * rounds} rounds of "
+                f"{self._round_size()}; ask for fewer (--self-prompts) or raise --prompt-temperature, either in another folder"
             )
         prompts = kept + own[: settings.self_prompts]
         order = np.random.default_rng([settings.seed, 0]).permutation(len(prompts))
         return [prompts[i] for i in order]
+
+    def _round_size(self) -> int:
+        """Texts asked of the target in one round: twice what is wanted, as many are unusable, within bounds."""
+        return min(ROUND, max(64, 2 * self.settings.self_prompts))
 
     def _round(self, number: int, before: int, examples: list[str]) -> list[str]:
         """Texts of one round of user turns, from its file or made now. before: prompts that earlier rounds gave; examples: the
@@ -181,7 +198,8 @@ class Recipe:
             heats, room = settings.prompt_temperatures, settings.max_prompt_tokens - turn.overhead
             if room < 1:
                 raise DSpineError(f"--max-prompt-tokens must be above the chat template's own {turn.overhead} tokens")
-            count = min(ROUND, max(64, 2 * settings.self_prompts))
+            self._claim_folder()
+            count = self._round_size()
             opened = self._first_words(number, count, examples, room // 2)
             jobs = (
                 Job(number * ROUND + i, np.concatenate([turn.opening, words]), room - len(words), heats[i % len(heats)])
@@ -292,14 +310,17 @@ class Recipe:
     def _vocab_size(self) -> int:
         return self._load().info.vocab_size
 
-    def _generator(self, capacity: int, stops: frozenset[int]) -> BatchGenerator | CachedGenerator:
-        """One at a time: each holds a cache of the size of the device."""
+    def _check_context(self, capacity: int) -> None:
         context = self._load().info.context_length
         if capacity > context:
             raise DSpineError(
                 f"--max-prompt-tokens and --max-tokens ask for sequences of {capacity} tokens, but the target's context holds "
                 f"{context}: lower them"
             )
+
+    def _generator(self, capacity: int, stops: frozenset[int]) -> BatchGenerator | CachedGenerator:
+        """One at a time: each holds a cache of the size of the device."""
+        self._check_context(capacity)
         key = (capacity, stops)
         if key not in self._generators:
             self._generators.clear()

@@ -32,7 +32,7 @@ def prompt_file(path: Path, count: int = 20, seed: int = 0) -> Path:
     return path
 
 
-def settings_of(model: Path, tmp_path: Path, **changes) -> RecipeSettings:
+def settings_of(model: Path, tmp_path: Path, /, **changes) -> RecipeSettings:
     facts = {
         "model": str(model), "prompts": (str(prompt_file(tmp_path / "prompts.jsonl")),), "self_prompts": 6, "shard_size": 8,
         "max_prompt_tokens": 24, "max_tokens": 20, "seed": 3,
@@ -40,7 +40,7 @@ def settings_of(model: Path, tmp_path: Path, **changes) -> RecipeSettings:
     return RecipeSettings(**(facts | changes))
 
 
-def recipe(model: Path, tmp_path: Path, name: str, **changes) -> Recipe:
+def recipe(model: Path, tmp_path: Path, name: str, /, **changes) -> Recipe:
     return Recipe(
         settings_of(model, tmp_path, **changes), tmp_path / name, device="cpu", dtype="float32", batch=32, progress=False
     )
@@ -114,12 +114,12 @@ def test_prompts_opened_with_the_first_words_of_a_file(model: Path, tmp_path: Pa
 
 
 def test_a_folder_of_an_older_version_goes_on(model: Path, tmp_path: Path) -> None:
-    recipe(model, tmp_path, "old")
+    recipe(model, tmp_path, "old", self_prompts=0).run()
     path = tmp_path / "old" / "recipe.json"
     stored = json.loads(path.read_text())
     assert stored.pop("opened_share") == 0.0
     path.write_text(json.dumps(stored))
-    recipe(model, tmp_path, "old")
+    recipe(model, tmp_path, "old", self_prompts=0)
     with pytest.raises(DSpineError, match=r"opened_share: 0.0 there, 0.5 now"):
         recipe(model, tmp_path, "old", opened_share=0.5)
 
@@ -162,6 +162,56 @@ def test_bad_input_is_named(model: Path, tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(DSpineError, match=message):
             read_prompts(path)
+
+
+def test_mistakes_put_right_need_no_other_folder(model: Path, tmp_path: Path) -> None:
+    """A folder is claimed when all that settings can fail at is known good, and before anything else is written there."""
+    bare = write_tokenizer(write_target(tmp_path / "bare"), template=None)
+    bad, folder = tmp_path / "bad.jsonl", tmp_path / "out"
+    bad.write_text("{")
+    for changes, message in (
+        ({"model": str(tmp_path / "absent")}, "absent"),
+        ({"model": str(bare)}, "no chat template"),
+        ({"prompts": (str(tmp_path / "none.jsonl"),)}, "cannot read the prompts"),
+        ({"exclude": (str(bad),)}, "not valid JSON"),
+        ({"max_prompt_tokens": 8, "self_prompts": 0}, "longer than --max-prompt-tokens"),
+        ({"max_tokens": 300}, "lower them"),
+        ({"max_tokens": 300, "self_prompts": 0}, "lower them"),
+    ):
+        with pytest.raises(DSpineError, match=message):
+            recipe(model, tmp_path, "out", **changes).run()
+        assert not folder.exists(), changes
+    made, seen = recipe(model, tmp_path, "out"), []
+    generate = made._generator
+
+    def watched(*arguments):
+        seen.append(sorted(path.name for path in folder.iterdir()))
+        return generate(*arguments)
+
+    made._generator = watched
+    assert made.run()["conversations"] > 10
+    assert "recipe.json" in seen[-1] and "prompts.json" in seen[-1]
+    (tmp_path / "file").touch()
+    with pytest.raises(DSpineError, match="file is no folder"):
+        recipe(model, tmp_path, "file")
+
+
+def test_why_no_prompt_is_left(model: Path, tmp_path: Path) -> None:
+    same = (str(prompt_file(tmp_path / "prompts.jsonl")),)
+    with pytest.raises(DSpineError, match="no prompt is left: all 20 of --prompts are, or share text with, those of --exclude"):
+        recipe(model, tmp_path, "a", self_prompts=0, exclude=same).run()
+    (tmp_path / "marks.txt").write_text("?\n!\n")
+    with pytest.raises(DSpineError, match="no prompt is left: all 2 of --prompts are without a word"):
+        recipe(model, tmp_path, "b", self_prompts=0, prompts=(str(tmp_path / "marks.txt"),)).run()
+
+
+@pytest.mark.parametrize(("wanted", "size"), [(3, 64), (50, 100)])
+def test_a_target_that_repeats_itself_is_given_up(model: Path, tmp_path: Path, monkeypatch, wanted: int, size: int) -> None:
+    made = recipe(model, tmp_path, "own", prompts=(), self_prompts=wanted)
+    monkeypatch.setattr(made, "_round", lambda *_: ["always the same words"])
+    told = rf"only 1 distinct prompts in 4 rounds of {size}; .* or raise --prompt-temperature, either in another folder"
+    with pytest.raises(DSpineError, match=told):
+        made.run()
 
 
 def test_progress_within_a_round_and_over_the_answers(model: Path, tmp_path: Path, capsys) -> None:
