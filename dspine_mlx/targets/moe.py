@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from dspine.common.arrays import top_k
+
+PROBED = 8  # experts that `gather_error` asks, and picks a token of its probe
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,40 @@ def experts(block: Any, x: mx.array, routing: Routing) -> mx.array:
     if "shared_expert" in block:
         out = out + mx.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
     return out.astype(x.dtype)
+
+
+def gather_error(block: Any, dtype: mx.Dtype) -> mx.array | None:
+    """Relative distance (Frobenius) of the gathered products of `block`'s experts from those with one expert after another in
+    float32, the larger of two: for one token, and for as many as mlx-lm sorts by expert. None where the experts are of a kind
+    that this does not know. MLX has a kernel of its own for gathers on every device and for every dtype and packing."""
+    mlp = block.switch_mlp
+    if type(mlp) is not SwitchGLU:
+        return None
+    names = ("up_proj", "gate_proj", "down_proj")
+    parts = [mlp[name] for name in names]
+    if any("scales" in part and part.mode != "affine" for part in parts):
+        return None
+    count = min(PROBED, parts[0].weight.shape[0])
+    matrices = [[_matrix(part, expert) for expert in range(count)] for part in parts]
+    width, errors = matrices[0][0].shape[1], []
+    for tokens in (1, 80 // count):
+        x = mx.sin(mx.reshape(mx.arange(tokens * width), (1, tokens, width)) * 0.7).astype(dtype)
+        picks = ((mx.arange(tokens)[:, None] + mx.arange(count)) % count)[None]
+        got = mlp(x, picks.astype(mx.int32)).astype(mx.float32)
+        rows = mx.stack([_one_expert(mlp, x.astype(mx.float32), each) for each in zip(*matrices, strict=True)], axis=2)
+        wanted = mx.take_along_axis(rows, picks[..., None], axis=2)
+        errors.append(mx.linalg.norm(got - wanted) / mx.maximum(mx.linalg.norm(wanted), 1e-9))
+    return mx.max(mx.stack(errors))
+
+
+def _matrix(part: Any, expert: int) -> mx.array:
+    """float32 [out, in] of one expert, dequantised."""
+    if "scales" not in part:
+        return part.weight[expert].astype(mx.float32)
+    packed = [part[name][expert] for name in ("weight", "scales", "biases") if part.get(name) is not None]
+    return mx.dequantize(*packed, group_size=part.group_size, bits=part.bits, mode=part.mode).astype(mx.float32)
+
+
+def _one_expert(mlp: Any, x: mx.array, matrices: tuple[mx.array, mx.array, mx.array]) -> mx.array:
+    up, gate, down = matrices
+    return mlp.activation(x @ up.T, x @ gate.T) @ down.T

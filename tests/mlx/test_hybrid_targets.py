@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from dspine.common.decoding import DecodingParams, decode
 from dspine.common.errors import CheckpointError, DSpineError
@@ -300,6 +300,34 @@ def test_a_wrong_adapter_is_seen_at_load(monkeypatch):
     del layer.self_attn
     with pytest.raises(DSpineError, match=r"unknown mixers in layers \[1\]"):
         wrap_model(model, config, name="toy")
+
+
+class WrongSorted(SwitchLinear):
+    """A gather that is right for few rows and wrong for those that come sorted by expert."""
+
+    def __call__(self, x, indices, sorted_indices=False):
+        right = super().__call__(x, indices, sorted_indices)
+        return right * 1.05 if sorted_indices else right
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("kind", MOE)
+def test_gathered_products_of_experts(kind, bits):
+    """Gathers are what one expert after another gives; a device whose gathers are wrong is refused."""
+    model, config = hybrid_model(kind, bits=bits)
+    target = wrap_model(model, config, name="toy")
+    block = target.decoder.layers[target.moe_ids[0]].mlp
+    error = moe.gather_error(block, mx.float32)
+    assert error is not None and float(error) < 1e-5
+    if bits is None:
+        part = block.switch_mlp.down_proj
+        wrong = WrongSorted(part.input_dims, part.output_dims, part.num_experts, bias=False)
+        wrong.weight = part.weight
+        block.switch_mlp.down_proj = wrong
+        with pytest.raises(
+            DSpineError, match=r"gathered products of the experts are wrong .*difference 0.0[45]"
+        ):
+            wrap_model(model, config, name="toy")
 
 
 @pytest.mark.parametrize("kind, bits", [("qwen3_5", None), ("qwen3_5_moe", 8)])
