@@ -324,9 +324,7 @@ def test_gathered_products_of_experts(kind, bits):
         wrong = WrongSorted(part.input_dims, part.output_dims, part.num_experts, bias=False)
         wrong.weight = part.weight
         block.switch_mlp.down_proj = wrong
-        with pytest.raises(
-            DSpineError, match=r"gathered products of the experts are wrong .*difference 0.0[45]"
-        ):
+        with pytest.raises(DSpineError, match=r"gathered products of the experts are wrong .*difference 0.0[45]"):
             wrap_model(model, config, name="toy")
 
 
