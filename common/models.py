@@ -30,7 +30,7 @@ class ShippedPair:
 
 
 SHIPPED_PAIRS = (
-    ShippedPair(model=EMBEDDED_NAME, draft="smollm2-135m-dspine-b8"),
+    ShippedPair(model=EMBEDDED_NAME, draft="smollm2-135m-dspine-b16"),
     ShippedPair(model="hybrid-tiny", draft="hybrid-tiny-dspine-b16"),
 )
 

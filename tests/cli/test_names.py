@@ -61,7 +61,7 @@ def test_shipped_pair(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "checkpoints_folder", lambda: tmp_path)
     with pytest.raises(CheckpointError, match="the drafter shipped for 'smollm2' is missing at .*--no-draft"):
         models.resolve_draft("auto", "smollm2")
-    shipped = tmp_path / "smollm2-135m-dspine-b8"
+    shipped = tmp_path / "smollm2-135m-dspine-b16"
     shipped.mkdir()
     (shipped / "config.json").write_text("{}")
     assert models.resolve_draft("auto", "smollm2") == shipped

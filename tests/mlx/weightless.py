@@ -52,7 +52,7 @@ def hybrid(
 
 
 PAIRS: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": {"target": SMOLLM2, "layers": 5, "block": 8, "rank": 128, "message": 64, "taps": 4},
+    "SmolLM2-135M": {"target": SMOLLM2, "layers": 5, "block": 16, "rank": 128, "message": 64, "taps": 4},
     "hybrid-tiny": {
         "target": hybrid(256, 8, 8192, (4, 2, 64), (4, 8, 64), (32, 4, 80)),
         "layers": 3, "block": 16, "rank": 128, "message": 64, "taps": 4,
