@@ -41,8 +41,8 @@ def gdn_inputs(
 def gdn_verify(
     q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array, lengths: None = None
 ) -> tuple[mx.array, GdnFactors]:
-    """`common.gdn.gdn_verify` of one token: z = beta (v - e^g S k), o = e^g S q + (k q) z. The products with S are sums: on CUDA
-    a little faster than the library's batched product of two columns (docs/mac.md). lengths: always None here, since
+    """`common.gdn.gdn_verify` of one token: z = beta (v - e^g S k), o = e^g S q + (k q) z. The products with S are sums: a
+    little faster on CUDA than the library's batched product of two columns (docs/mac.md). lengths: always None here, since
     `one_token` leaves blocks with lengths to the core."""
     batch, _, key_heads, size = q.shape
     value_heads, value_dim = v.shape[2:]
