@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import training_speed
-from benchmarks.paper import d_readout, everything, one, probe, runner
+from benchmarks.paper import cost, d_readout, everything, one, probe, runner
 from benchmarks.paper.one import train_settings
 from benchmarks.paper.options import Options, add_arguments, options_of
 from benchmarks.paper.report import build, draw, gain, summary_of, text_of, together, verdict
@@ -335,6 +335,30 @@ def test_every_variant_has_a_valid_config(tmp_path: Path) -> None:
     blocks = {settings.model.block_size: settings.data.num_anchors * settings.model.block_size
               for settings in (train_settings(VARIANTS[f"block_{b}"], options, None) for b in (4, 16, 32))}  # fmt: skip
     assert blocks == {4: 1024, 16: 1024, 32: 1024}
+
+
+def test_costs_are_of_the_variants_own_drafters(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Each label is timed with its own settings, in turns, and set against `full` of the same turn."""
+    seen: list[tuple[int, int, int, int]] = []
+
+    def milliseconds(drafter, batch=1):
+        config = drafter.config
+        seen.append((config.block_size, config.dspine.transfer_rank, config.dspine.top_k, batch))
+        return float(config.dspine.top_k * batch)
+
+    monkeypatch.setattr(cost, "draft_milliseconds", milliseconds)
+    names = ["full", "block_4", "two_hop"]
+    monkeypatch.setattr(cost, "TOP_K", (2,))
+    assert cost.main(["--out", str(tmp_path), *flags(place), "--turns", "2", "--variants", *names]) == 0
+    assert len(seen) == 3 * 4 * 2 and {row[0] for row in seen} == {8, 4} and {row[2] for row in seen} == {4, 2}
+    rows = json.loads((tmp_path / "cost.json").read_text())["draft_ms"]
+    assert list(rows) == [*names, "top_2"] and rows["top_2"]["32"] == {
+        "median": 64,
+        "least": 64,
+        "greatest": 64,
+        "over_full": 0.5,
+    }
+    assert "top_2" in capsys.readouterr().out
 
 
 def test_training_speed_runs(tmp_path: Path, capsys) -> None:
