@@ -341,7 +341,8 @@ def test_costs_are_of_the_variants_own_drafters(place: Path, tmp_path: Path, mon
     """Each label is timed with its own settings, in turns, and set against `full` of the same turn."""
     seen: list[tuple[int, int, int, int]] = []
 
-    def milliseconds(drafter, batch=1):
+    def milliseconds(drafter, batch, rounds):
+        assert rounds == 50
         config = drafter.config
         seen.append((config.block_size, config.dspine.transfer_rank, config.dspine.top_k, batch))
         return float(config.dspine.top_k * batch)
