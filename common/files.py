@@ -39,6 +39,21 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None], again: str = AGAI
     return path
 
 
+def check_place(option: str, path: Path) -> None:
+    """DSpineError unless `write_whole` can write to `path`; asked before the work whose result goes there."""
+    try:
+        if path.is_dir():
+            raise DSpineError(f"{option}: {path} is a folder: name a file")
+        probe = path.with_name(path.name + ".part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a device or a pipe is written as it is
+            return
+        probe.open("wb").close()
+        probe.unlink()
+    except OSError as error:
+        raise DSpineError(f"{option}: cannot write {path} ({error.strerror or error}): name another place") from error
+
+
 def raise_disk_full(error: OSError, path: Path, again: str = AGAIN) -> None:
     """DSpineError if `error` says that the disk is full, or that no file may be this long; else nothing."""
     if error.errno == errno.EFBIG:

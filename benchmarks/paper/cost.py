@@ -64,7 +64,7 @@ def measure(options: Options, names: list[str], turns: int, batches: list[int], 
         for label, name, top_k in asked:
             drafter = load_drafter(folders[name], target)
             if top_k is not None:
-                drafter = with_top_k(drafter, min(top_k, drafter.config.vocab_size))
+                drafter = with_top_k(drafter, top_k)
             for batch in batches:
                 milliseconds = draft_milliseconds(drafter, batch, rounds)
                 if turn:  # the first builds kernels

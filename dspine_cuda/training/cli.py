@@ -37,21 +37,6 @@ def _interruptible(how: str) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from error
 
 
-def _check_place(option: str, path: Path) -> None:
-    """DSpineError unless a file can be written to `path`; told before the work whose result it would hold."""
-    try:
-        if path.is_dir():
-            raise DSpineError(f"{option}: {path} is a folder: name a file")
-        probe = path.with_name(path.name + ".part")  # where write_whole begins
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # a device or a pipe is written as it is
-            return
-        probe.open("wb").close()
-        probe.unlink()
-    except OSError as error:
-        raise DSpineError(f"{option}: cannot write {path} ({error.strerror or error}): name another place") from error
-
-
 _PLAIN = {"add_completion": False, "no_args_is_help": True, "pretty_exceptions_enable": False}
 app = typer.Typer(**_PLAIN, help="Train and measure drafters.")
 train_app = typer.Typer(
@@ -198,7 +183,7 @@ def eval_sets_command(
     progress: Annotated[bool, typer.Option("--progress/--no-progress")] = True,
 ) -> None:
     """Mean acceptance length over sets of prompts with 95 % bootstrap intervals: a table on stderr, JSON on stdout."""
-    from dspine.common.files import write_json
+    from dspine.common.files import check_place, write_json
     from dspine_cuda.training.eval_command import EvalSettings, evaluate
     from dspine_cuda.training.eval_sets import table_text
 
@@ -220,7 +205,7 @@ def eval_sets_command(
     )
     settings.check()
     if output is not None:
-        _check_place("--json", output)
+        check_place("--json", output)
     kept = "a --texts folder would keep finished answers" if texts is None else f"finished answers in {texts} are kept"
     with _interruptible(f"the same command begins again ({kept})"):
         result = evaluate(settings)

@@ -23,6 +23,7 @@ from dspine_mlx.arrays import device_name
 from dspine_mlx.small_rows import load_table, picks_of, use_table
 from dspine_mlx.targets.families import FAMILIES
 from dspine_mlx.targets.layouts import load_options
+from dspine_mlx.targets.moe import check_gathers
 from dspine_mlx.targets.plain import PlainTarget, find_decoder, find_head
 
 logger = logging.getLogger("dspine")
@@ -92,6 +93,7 @@ def wrap_model(
         adapter="; ".join([f"{family.__name__} ({family.describe(model)}) over mlx_lm.models.{module}", *filter(None, notes)]),
         quantization=_quantization(config),
     )
+    check_gathers(model, name, dtype)
     target = family(model, info)
     target.check()
     return target

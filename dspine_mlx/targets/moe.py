@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from dspine.common.arrays import top_k
+from dspine.common.errors import DSpineError
+from dspine_mlx.arrays import MlxArrays, device_name
 
+PARTS = ("up_proj", "gate_proj", "down_proj")
 PROBED = 8  # experts that `gather_error` asks, and picks a token of its probe
+GATHERED = {"float32": 1e-2, "bfloat16": 0.05}  # its limit: TF32 and the rounding of each product pass
 
 
 @dataclass(frozen=True)
@@ -54,15 +59,33 @@ def experts(block: Any, x: mx.array, routing: Routing) -> mx.array:
     return out.astype(x.dtype)
 
 
-def gather_error(block: Any, dtype: mx.Dtype) -> mx.array | None:
-    """Relative distance (Frobenius) of the gathered products of `block`'s experts from those with one expert after another in
-    float32, the larger of two: for one token, and for as many as mlx-lm sorts by expert. None where the experts are of a kind
-    that this does not know. MLX has a kernel of its own for gathers on every device and for every dtype and packing."""
-    mlp = block.switch_mlp
-    if type(mlp) is not SwitchGLU:
-        return None
-    names = ("up_proj", "gate_proj", "down_proj")
-    parts = [mlp[name] for name in names]
+def check_gathers(model: nn.Module, name: str, dtype: str) -> None:
+    """DSpineError where gathered products of the experts are wrong on this device: mlx-lm's own call would be just as wrong,
+    and the text quietly worse. One block is asked for each packing and shape that the model has."""
+    kinds: dict[tuple[Any, ...], SwitchGLU] = {}
+    for module in model.modules():
+        if type(module) is SwitchGLU:  # others may compute something else
+            kinds.setdefault(tuple(_kind(module[part]) for part in PARTS), module)
+    for mlp in kinds.values():
+        error = gather_error(mlp, getattr(mx, dtype))
+        if error is not None and not error <= GATHERED[dtype]:
+            raise DSpineError(
+                f"{name}: MLX's gathered products of the experts are wrong on {device_name()} (relative difference {error:.3g} "
+                f"from one expert at a time, expected at most {GATHERED[dtype]}); use --dtype float32, quantised experts, or "
+                "--backend torch"
+            )
+
+
+def _kind(part: Any) -> tuple[Any, ...]:
+    packing = (getattr(part, name, None) for name in ("bits", "group_size", "mode"))
+    return (type(part), part.weight.dtype, tuple(part.weight.shape), *packing)
+
+
+def gather_error(mlp: SwitchGLU, dtype: mx.Dtype) -> float | None:
+    """Relative distance (Frobenius) of the gathered products of experts from those with one expert after another in float32,
+    the larger of two: for one token, and for as many as mlx-lm sorts by expert. None for packings that this does not know. MLX
+    has a kernel of its own for gathers on every device and for every dtype and packing."""
+    parts = [mlp[name] for name in PARTS]
     if any("scales" in part and part.mode != "affine" for part in parts):
         return None
     count = min(PROBED, parts[0].weight.shape[0])
@@ -75,7 +98,7 @@ def gather_error(block: Any, dtype: mx.Dtype) -> mx.array | None:
         rows = mx.stack([_one_expert(mlp, x.astype(mx.float32), each) for each in zip(*matrices, strict=True)], axis=2)
         wanted = mx.take_along_axis(rows, picks[..., None], axis=2)
         errors.append(mx.linalg.norm(got - wanted) / mx.maximum(mx.linalg.norm(wanted), 1e-9))
-    return mx.max(mx.stack(errors))
+    return float(MlxArrays().to_host(mx.max(mx.stack(errors)))[0])
 
 
 def _matrix(part: Any, expert: int) -> mx.array:
