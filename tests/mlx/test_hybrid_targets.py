@@ -310,13 +310,13 @@ class WrongSorted(SwitchLinear):
         return right * 1.05 if sorted_indices else right
 
 
-@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("bits, place", [(None, 0), (None, -1), (4, 0), (8, 0)])
 @pytest.mark.parametrize("kind", MOE)
-def test_gathered_products_of_experts(kind, bits):
+def test_gathered_products_of_experts(kind, bits, place):
     """Gathers are what one expert after another gives; a device whose gathers are wrong is refused."""
     model, config = hybrid_model(kind, bits=bits)
     target = wrap_model(model, config, name="toy")
-    block = target.decoder.layers[target.moe_ids[-1]].mlp
+    block = target.decoder.layers[target.moe_ids[place]].mlp
     error = moe.gather_error(block.switch_mlp, mx.float32)
     assert error is not None and error < 1e-5
     if bits is None:
